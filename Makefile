@@ -1,0 +1,37 @@
+# `make book`, `make test`: each makes its own environment on a fresh machine (Python 3.11+ and make).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Empty: pip's own index. A reader who wants the CPU build of torch gives its index; README says which.
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+.PHONY: help env book test test-sglang serve lint clean
+help:
+	@sed -n 's/^# `make/`make/p; s/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+
+env: $(VENV)/.ready ## the environment in .venv, pinned by constraints.txt
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"kvlab needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12")'
+	rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[book,test]'
+	touch $@
+
+book: env ## the chapters, executed on this host, rendered into _build/html
+	$(BIN)/python -m kvlab book build
+
+test: env ## everything that needs neither a GPU nor SGLang
+	$(BIN)/python -m pytest -m 'not gpu and not sglang' $(PYTEST_ARGS)
+
+serve: book ## the built book on a loopback port
+	$(BIN)/python -m kvlab book serve
+
+lint: env ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean: ## what was built, not the environment
+	rm -rf _build book/executed dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The command line, a module a command. Each has `register(app)`; heavy imports stay inside the functions."""

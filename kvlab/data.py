@@ -1,0 +1,21 @@
+"""Where the recorded and reported data are: the checkout's data/, or the copy inside an installed wheel."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def root() -> Path:
+    """The data folder: `data/` beside the package in a checkout, `kvlab/_data` in an installed wheel."""
+    checkout = _PACKAGE.parent / "data"
+    return checkout if (checkout / "reported").is_dir() else _PACKAGE / "_data"
+
+
+def recorded(run: str = "") -> Path:
+    """The folder of one recorded run, or of all."""
+    return root() / "recorded" / run
+
+
+def reported(name: str = "") -> Path:
+    """A file of what the source text and public reports say."""
+    return root() / "reported" / name
