@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command: exit 0 on an answer, 2 on bad input with one line on stderr."""
     command = typer.main.get_command(build())
     try:
-        code = command.main(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvlab", standalone_mode=False)
+        code = command.main(
+            args=list(sys.argv[1:] if argv is None else argv), prog_name="kvlab", standalone_mode=False
+        )
     except BadInput as e:
         _refuse(str(e))
     except BrokenPipeError:
