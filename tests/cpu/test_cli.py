@@ -29,6 +29,6 @@ def test_version():
 
 
 def test_import_costs_nothing():
-    code = "import sys; before = set(sys.modules); import kvlab; print(sorted(m for m in set(sys.modules) - before))"
+    code = "import sys; before = set(sys.modules); import kvlab; print(sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['kvlab']"
