@@ -1,0 +1,257 @@
+"""How do only the active slots of a layer become BF16 or FP16? Two outputs, one kernel.
+
+`shadow_cast` writes each active slot to its own place in a pool-shaped buffer, so indices and page tables
+stay. `gather_cast` writes compact rows, each distinct slot once; `slot_map` finds them and the new indices
+once a step.
+
+How many slots there are is read on the device and the grid is fixed: a captured CUDA graph does work in
+proportion to the lengths it is replayed with. Nothing else is written or, past the index buffers, read. Both
+equal `kvlab.kernels.reference`, and `tensor.to()` on the device bit for bit.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kvlab.errors import BadInput
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
+from kvlab.kernels.slot_map import (
+    MapWorkspace,
+    SlotMap,
+    check_table,
+    compact_rows,
+    map_workspace,
+    slot_map,
+)
+from kvlab.kernels.widen import widen
+
+__all__ = [
+    "MapWorkspace",
+    "SlotMap",
+    "Tuning",
+    "compact_rows",
+    "gather_cast",
+    "map_workspace",
+    "shadow_cast",
+    "slot_map",
+    "tuning",
+]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the cast is cut: `lanes` x `unit` bytes are read at once by a program of `warps`.
+
+    `grid` programs an SM walk over the work; `native` uses the chip's FP8 conversions rather than integers.
+    """
+
+    lanes: int
+    unit: int
+    warps: int
+    grid: int
+    native: bool
+    evict: str = ""
+
+
+@lru_cache
+def _chip(device: torch.device) -> tuple[int, int]:
+    """(compute capability, SMs); (0, 2) stands for the interpreter on a CPU."""
+    if device.type != "cuda":
+        return 0, 2
+    p = torch.cuda.get_device_properties(device)
+    return 10 * p.major + p.minor, p.multi_processor_count
+
+
+def tuning(device: torch.device, *, paged: bool) -> Tuning:
+    """The cut that a sweep on an H200 found best (data/recorded/h200-cast)."""
+    native = _chip(device)[0] >= 89
+    return Tuning(lanes=512 if paged else 256, unit=16, warps=8, grid=8, native=native)
+
+
+@triton.jit
+def _cast(
+    rows,
+    out,
+    table,
+    bounds,
+    filled,
+    row_stride,
+    out_stride,
+    table_stride,
+    num_slots,
+    batch,
+    limit,
+    UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BATCH: tl.constexpr,
+    FILLED: tl.constexpr,
+    COMPACT: tl.constexpr,
+    E5M2: tl.constexpr,
+    BF16: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """Cast rows tile by tile; a tile is as many whole rows as `LANES` lanes of `UNIT` bytes hold.
+
+    BATCH 0: `table` is a list of slots or pages and `bounds[batch]` says how many; otherwise [batch, …] pages
+    and `bounds` the lengths. `filled`: tokens of each page in the list. COMPACT: row i of the list goes to
+    row i.
+    """
+    ROWS: tl.constexpr = LANES // UNITS
+    lane = tl.arange(0, LANES)
+    row = lane // UNITS
+    column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    if BATCH:
+        request = tl.arange(0, BATCH)
+        lengths = tl.load(bounds + request, mask=request < batch, other=0)
+        lengths = tl.minimum(tl.maximum(lengths, 0), limit)
+        ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
+        tiles = tl.max(ends, 0)
+    else:
+        # The first entries are read while the count is still on its way; they are used if it covers them.
+        position = first * ROWS + row
+        entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < limit), other=-1)
+        count = tl.minimum(tl.load(bounds + batch) * PAGE_SIZE, limit)
+        tiles = (count + ROWS - 1) // ROWS
+
+    for tile in range(first, tiles, step):
+        if BATCH:
+            b = tl.sum((ends <= tile).to(tl.int32), 0)
+            before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+            position = (tile - before) * ROWS + row
+            live = (row < ROWS) & (position < tl.sum(tl.where(request == b, lengths, 0), 0))
+            entry = tl.load(
+                table + b.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=live, other=-1
+            )
+        else:
+            position = tile * ROWS + row
+            live = (row < ROWS) & (position < count)
+        live &= entry >= 0
+        offset = position % PAGE_SIZE
+        slot = entry.to(tl.int64) * PAGE_SIZE + offset
+        live &= slot < num_slots
+        if FILLED:
+            live &= offset < tl.load(filled + position // PAGE_SIZE, mask=live, other=0)
+        target = position.to(tl.int64) if COMPACT else slot
+
+        x = tl.load(
+            rows + slot[:, None] * row_stride + column, mask=live[:, None], other=0, eviction_policy=EVICT
+        )
+        if not BATCH:
+            ahead = (tile + step) * ROWS + row
+            entry = tl.load(table + ahead // PAGE_SIZE, mask=(row < ROWS) & (ahead < count), other=-1)
+        y = widen(x, E5M2, BF16, NATIVE)
+        tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
+
+
+def shadow_cast(
+    rows: torch.Tensor,
+    shadow: torch.Tensor,
+    active: ActiveSlots | SlotMap,
+    *,
+    cut: Tuning | None = None,
+) -> torch.Tensor:
+    """Cast the active slots of `rows` into their own places in `shadow`; nothing else is written.
+
+    rows [slots, row] or [slots, 1, row], FP8 e4m3fn or e5m2, row stride free; shadow of the same shape, BF16
+    or FP16. Given a `SlotMap`, slots that requests share are cast once (worth it where many are). Allocate
+    `shadow` zeroed: attention multiplies the tail of a last page by zero. Returns `shadow`.
+    """
+    source = rows_2d("rows", rows)
+    target = rows_2d("shadow", shadow, WIDE_DTYPES)
+    expect("shadow", target, f"{list(source.shape)} as rows", sizes=tuple(source.shape), device=source.device)
+    if isinstance(active, SlotMap):
+        _check_map(active, source)
+        _launch(source, target, active, compact=False, cut=cut)
+    else:
+        check_table(active, source)
+        _launch(source, target, active, compact=False, cut=cut)
+    return shadow
+
+
+def gather_cast(
+    rows: torch.Tensor, compact: torch.Tensor, slot_map: SlotMap, *, cut: Tuning | None = None
+) -> torch.Tensor:
+    """Cast each distinct slot of `slot_map` into its compact row; attention reads `slot_map.new_indices`.
+
+    rows as in `shadow_cast`; compact [rows, row] or [rows, 1, row] BF16 or FP16, at least `slot_map.rows`
+    rows. Paged: a page's tail that no request reads is not written, so allocate zeroed. Returns `compact`.
+    """
+    source = rows_2d("rows", rows)
+    target = rows_2d("compact", compact, WIDE_DTYPES)
+    _check_map(slot_map, source)
+    if target.shape[0] < slot_map.rows or target.shape[1] != source.shape[1]:
+        raise BadInput(
+            f"compact: expected [{slot_map.rows} or more, {source.shape[1]}], got {described(compact)}"
+        )
+    expect("compact", target, "[rows, row]", device=source.device)
+    _launch(source, target, slot_map, compact=True, cut=cut)
+    return compact
+
+
+def _check_map(found: SlotMap, rows: torch.Tensor) -> None:
+    if not isinstance(found, SlotMap):
+        raise BadInput(f"slot_map: expected what slot_map() returns, got {described(found)}")
+    if found.num_slots != rows.shape[0] or found.slots.device != rows.device:
+        raise BadInput(
+            f"slot_map: expected one of {rows.shape[0]} slots on {rows.device} as rows, "
+            f"got {found.num_slots} slots on {found.slots.device}"
+        )
+
+
+def _launch(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    active: ActiveSlots | SlotMap,
+    *,
+    compact: bool,
+    cut: Tuning | None,
+) -> None:
+    listed = isinstance(active, SlotMap)
+    paged = active.is_paged and not listed
+    cut = cut or tuning(source.device, paged=paged)
+    width = source.shape[1]
+    unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
+    lanes = max(cut.lanes, triton.next_power_of_2(width // unit))
+    if listed:
+        table, bounds, batch, limit = active.slots, active.count, 0, active.rows
+    elif paged:
+        table, bounds, batch = active.table, active.bounds, active.batch
+        limit = active.table.shape[1] * active.page_size
+    else:
+        table, bounds, batch, limit = active.table, active.bounds, active.batch, active.table.numel()
+    if paged and not batch:
+        return
+    _cast[(cut.grid * _chip(source.device)[1],)](
+        source if cut.native else source.view(torch.uint8),
+        target,
+        table,
+        bounds,
+        active.slots_filled if listed else table,
+        source.stride(0),
+        target.stride(0),
+        table.stride(0) if paged else 0,
+        source.shape[0],
+        batch,
+        limit,
+        UNITS=width // unit,
+        UNIT=unit,
+        LANES=lanes,
+        PAGE_SIZE=active.page_size,
+        BATCH=triton.next_power_of_2(batch) if paged else 0,
+        FILLED=listed and active.is_paged,
+        COMPACT=compact,
+        E5M2=source.dtype == torch.float8_e5m2,
+        BF16=target.dtype == torch.bfloat16,
+        NATIVE=cut.native,
+        EVICT=cut.evict,
+        num_warps=cut.warps,
+    )

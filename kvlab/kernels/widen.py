@@ -1,0 +1,48 @@
+"""What does an FP8 code mean in BF16 or FP16, bit for bit as CUDA's `tensor.to()` writes it?
+
+Both formats fit both dtypes exactly, so only NaN leaves a choice: `tensor.to()` on a CUDA device writes
+0x7FFF for every NaN of either sign. Two ways lead there. `NATIVE` reads FP8-typed pointers and uses the
+chip's conversions (SM89 on). The other reads the same bytes as uint8 and needs integers and one
+multiplication: it runs on SM80, which Triton gives no e4m3, and in the interpreter, which decodes NaN and Inf
+wrongly.
+"""
+
+import triton
+import triton.language as tl
+
+NAN_BITS = 0x7FFF
+_NAN = tl.constexpr(NAN_BITS)
+# e4m3's exponent bias is 7, float32's 127 and float16's 15: shifting the fields into place is off by these
+# powers.
+_E4M3_TO_F32 = tl.constexpr(2.0**120)
+_E4M3_TO_F16 = tl.constexpr(2.0**8)
+
+
+@triton.jit
+def widen(x, E5M2: tl.constexpr, BF16: tl.constexpr, NATIVE: tl.constexpr):
+    """FP8 (`NATIVE`) or uint8 codes of any shape -> bfloat16 (`BF16`) or float16, exact."""
+    if NATIVE:
+        return x.to(tl.bfloat16 if BF16 else tl.float16)
+    code = x.to(tl.uint32)
+    magnitude = code & 0x7F
+    sign = (code & 0x80) << 8
+    if E5M2:
+        # e5m2 is the upper half of a float16.
+        half = magnitude << 8
+        if BF16:
+            wide = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            bits = wide.to(tl.uint32, bitcast=True) >> 16
+        else:
+            bits = half
+        is_nan = magnitude > 0x7C
+    else:
+        # Subnormals come out right because the multiplication normalises them.
+        if BF16:
+            wide = (magnitude << 20).to(tl.float32, bitcast=True) * _E4M3_TO_F32
+            bits = wide.to(tl.uint32, bitcast=True) >> 16
+        else:
+            half = (magnitude << 7).to(tl.uint16).to(tl.float16, bitcast=True) * _E4M3_TO_F16
+            bits = half.to(tl.uint16, bitcast=True).to(tl.uint32)
+        is_nan = magnitude == 0x7F
+    bits = tl.where(is_nan, _NAN, bits | sign).to(tl.uint16)
+    return bits.to(tl.bfloat16 if BF16 else tl.float16, bitcast=True)
