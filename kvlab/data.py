@@ -1,12 +1,15 @@
 """Where the recorded and reported data are: the checkout's data/, or the copy inside an installed wheel."""
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def root() -> Path:
-    """The data folder: `data/` beside the package in a checkout, `kvlab/_data` in an installed wheel."""
+    """The data folder: $KVLAB_DATA, else `data/` beside the package in a checkout or `kvlab/_data` in a wheel."""
+    if chosen := os.environ.get("KVLAB_DATA"):
+        return Path(chosen)
     checkout = _PACKAGE.parent / "data"
     return checkout if (checkout / "reported").is_dir() else _PACKAGE / "_data"
 

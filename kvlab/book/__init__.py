@@ -1,0 +1,37 @@
+"""What a page of the book is written with: values that carry an origin, figures, tables.
+
+`from kvlab.book import recorded, reported, compute, measured, parameter, export, show, show_table, bare, colour`
+"""
+
+from kvlab.book.figures import bare, colour, show, show_table
+from kvlab.book.values import (
+    Origin,
+    Traced,
+    Value,
+    compute,
+    describe,
+    export,
+    measured,
+    parameter,
+    recorded,
+    recorded_file,
+    reported,
+)
+
+__all__ = [
+    "Origin",
+    "Traced",
+    "Value",
+    "bare",
+    "colour",
+    "compute",
+    "describe",
+    "export",
+    "measured",
+    "parameter",
+    "recorded",
+    "recorded_file",
+    "reported",
+    "show",
+    "show_table",
+]
