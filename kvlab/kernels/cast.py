@@ -67,9 +67,11 @@ def _chip(device: torch.device) -> tuple[int, int]:
 
 
 def tuning(device: torch.device, *, paged: bool) -> Tuning:
-    """The cut that a sweep on an H200 found best (data/recorded/h200-cast)."""
-    native = _chip(device)[0] >= 89
-    return Tuning(lanes=512 if paged else 256, unit=16, warps=8, grid=8, native=native)
+    """The cut that a sweep on an H200 found best (data/recorded/h200-cast); small in the interpreter."""
+    capability, _ = _chip(device)
+    if not capability:
+        return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
+    return Tuning(lanes=512, unit=8, warps=8, grid=8, native=capability >= 89)
 
 
 @triton.jit
@@ -142,9 +144,7 @@ def _cast(
             live &= offset < tl.load(filled + position // PAGE_SIZE, mask=live, other=0)
         target = position.to(tl.int64) if COMPACT else slot
 
-        x = tl.load(
-            rows + slot[:, None] * row_stride + column, mask=live[:, None], other=0, eviction_policy=EVICT
-        )
+        x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None], eviction_policy=EVICT)
         if not BATCH:
             ahead = (tile + step) * ROWS + row
             entry = tl.load(table + ahead // PAGE_SIZE, mask=(row < ROWS) & (ahead < count), other=-1)

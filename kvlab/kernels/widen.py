@@ -19,10 +19,7 @@ _E4M3_TO_F16 = tl.constexpr(2.0**8)
 
 
 @triton.jit
-def widen(x, E5M2: tl.constexpr, BF16: tl.constexpr, NATIVE: tl.constexpr):
-    """FP8 (`NATIVE`) or uint8 codes of any shape -> bfloat16 (`BF16`) or float16, exact."""
-    if NATIVE:
-        return x.to(tl.bfloat16 if BF16 else tl.float16)
+def _from_bytes(x, E5M2: tl.constexpr, BF16: tl.constexpr):
     code = x.to(tl.uint32)
     magnitude = code & 0x7F
     sign = (code & 0x80) << 8
@@ -46,3 +43,17 @@ def widen(x, E5M2: tl.constexpr, BF16: tl.constexpr, NATIVE: tl.constexpr):
         is_nan = magnitude == 0x7F
     bits = tl.where(is_nan, _NAN, bits | sign).to(tl.uint16)
     return bits.to(tl.bfloat16 if BF16 else tl.float16, bitcast=True)
+
+
+@triton.jit
+def widen(x, E5M2: tl.constexpr, BF16: tl.constexpr, NATIVE: tl.constexpr):
+    """FP8 (`NATIVE`) or uint8 codes of any shape -> bfloat16 (`BF16`) or float16, exact."""
+    if NATIVE:
+        # Through float16: one instruction for two codes of either format, NaN and Inf as PTX defines them.
+        # Triton's own e5m2 to bfloat16 scales the bits and makes Inf finite.
+        wide = x.to(tl.float16)
+        if BF16:
+            wide = wide.to(tl.float32).to(tl.bfloat16)
+    else:
+        wide = _from_bytes(x, E5M2, BF16)
+    return wide

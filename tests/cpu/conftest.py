@@ -1,4 +1,4 @@
-"""Triton's interpreter stands in for a GPU where there is none; it must be asked for before triton is imported."""
+"""Triton's interpreter stands in for a GPU where there is none: asked for before triton is imported."""
 
 import os
 from pathlib import Path

@@ -1,0 +1,285 @@
+"""The cast kernels against the reference: through Triton's interpreter, or on a GPU where there is one."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_inputs import (
+    FORMATS,
+    UNTOUCHED,
+    WIDE,
+    Case,
+    bits,
+    paged_case,
+    poison,
+    ragged_case,
+    random_pool,
+    stock_bits,
+    untouched,
+)
+
+from kvlab.errors import BadInput
+from kvlab.kernels import reference
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.cast import (
+    compact_rows,
+    gather_cast,
+    map_workspace,
+    shadow_cast,
+    slot_map,
+)
+
+WIDTH = 80
+bounded = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+lengths = st.lists(st.integers(0, 9), max_size=4)
+
+
+def check_shadow(rows: torch.Tensor, case: Case, dtype: torch.dtype, *, mapped: bool = False) -> None:
+    """Active slots as stock casts them; every other byte of the buffer as it was."""
+    flat = rows.view(rows.shape[0], -1)
+    shadow = untouched(*rows.shape, dtype=dtype, device=rows.device)
+    expected = bits(shadow).view(flat.shape)
+    active = case.active.distinct(case.num_slots)
+    expected[active] = stock_bits(flat, dtype)[active]
+    got = shadow_cast(rows, shadow, slot_map(case.active, case.num_slots) if mapped else case.active)
+    assert got is shadow
+    assert torch.equal(bits(shadow).view(flat.shape), expected)
+
+
+def check_gather(rows: torch.Tensor, case: Case, dtype: torch.dtype, *, steps: int = 2) -> None:
+    """Each distinct slot once, in order of first use; new indices that lead there; nothing else written."""
+    workspace, width = map_workspace(case.active, case.num_slots), rows.shape[-1]
+    for _ in range(steps):
+        workspace.new_indices.fill_(-77)
+        found = slot_map(case.active, case.num_slots, workspace)
+        compact = untouched(found.rows, *rows.shape[1:], dtype=dtype, device=rows.device)
+        gather_cast(rows, compact, found)
+        expected, indices = reference.gather_cast(rows, case.active, dtype)
+        n = found.count.item() * case.active.page_size
+        assert n == expected.shape[0] <= case.num_slots
+        assert found.overflow.item() == 0
+        used = torch.cat([torch.zeros(0, dtype=torch.long, device=rows.device), *flat_slots(found, case)])
+        read = torch.zeros(found.rows, dtype=torch.bool, device=rows.device)
+        read[used] = True
+        wide = stock_bits(rows.reshape(case.num_slots, width), dtype)
+        source = source_rows(case)
+        assert torch.equal(bits(compact).view(-1, width)[used], wide[source])
+        assert (bits(compact).view(-1, width)[~read] == UNTOUCHED).all()
+        in_table = valid_entries(case.active)
+        assert torch.equal(found.new_indices[in_table], indices[in_table])
+        assert (found.new_indices[~in_table] == -77).all()
+
+
+def named(slots: torch.Tensor, num_slots: int) -> torch.Tensor:
+    return slots[(slots >= 0) & (slots < num_slots)]
+
+
+def source_rows(case: Case) -> torch.Tensor:
+    slots = [
+        named(s, case.num_slots // case.active.page_size * case.active.page_size) for s in case.active.slots()
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.long, device=case.active.device), *slots])
+
+
+def flat_slots(found, case: Case) -> list[torch.Tensor]:
+    """Where each request's tokens stand in compact rows, holes left out."""
+    a = case.active
+    limit = case.num_slots // a.page_size * a.page_size
+    new = ActiveSlots(found.new_indices, a.bounds, a.page_size, a.is_paged)
+    return [n[(old >= 0) & (old < limit)] for n, old in zip(new.slots(), a.slots(), strict=True)]
+
+
+def valid_entries(active: ActiveSlots) -> torch.Tensor:
+    mask = torch.zeros(active.table.shape, dtype=torch.bool, device=active.device)
+    if active.is_paged:
+        for row, e in zip(mask, active.entries(), strict=True):
+            row[: e.numel()] = True
+    else:
+        mask[: active.bounds[-1]] = True
+    return mask
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [*itertools.product(FORMATS, WIDE)])
+def test_every_code_widens_as_stock(fmt, dtype, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(16, 16).view(fmt)
+    case = Case(
+        ActiveSlots.ragged(
+            torch.arange(16, dtype=torch.int32, device=device),
+            torch.tensor([0, 16], dtype=torch.int32, device=device),
+        ),
+        16,
+    )
+    check_shadow(codes, case, dtype)
+    check_gather(codes, case, dtype, steps=1)
+
+
+@bounded
+@given(
+    lengths=lengths,
+    seed=st.integers(0, 999),
+    fmt=st.sampled_from(FORMATS),
+    dtype=st.sampled_from(WIDE),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    padding=st.sampled_from([0, 16, 5]),
+    holes=st.booleans(),
+    latent_head=st.booleans(),
+)
+def test_ragged(lengths, seed, fmt, dtype, index_dtype, padding, holes, latent_head, device):
+    case = ragged_case(lengths, num_slots=13, seed=seed, index_dtype=index_dtype, holes=holes, device=device)
+    rows = random_pool(13, WIDTH, fmt, seed=seed, device=device, padding=padding, latent_head=latent_head)
+    check_shadow(rows, case, dtype, mapped=bool(seed % 2))
+    check_gather(rows, case, dtype)
+
+
+@bounded
+@given(
+    lengths=st.lists(st.integers(0, 140), max_size=3),
+    page_size=st.sampled_from([1, 3, 16, 64, 128]),
+    seed=st.integers(0, 999),
+    fmt=st.sampled_from(FORMATS),
+    dtype=st.sampled_from(WIDE),
+    holes=st.booleans(),
+)
+def test_paged(lengths, page_size, seed, fmt, dtype, holes, device):
+    num_slots = 3 * page_size + page_size // 2
+    case = paged_case(lengths, page_size, num_slots=num_slots, seed=seed, holes=holes, device=device)
+    rows = random_pool(num_slots, 16, fmt, seed=seed, device=device)
+    check_shadow(rows, case, dtype, mapped=bool(seed % 2))
+    check_gather(rows, case, dtype)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_nan_bytes_that_nobody_reads_stay_out_of_attention(page_size, device):
+    lengths, slots, rank, rope = [21, 0, 3], 96, 32, 16
+    if page_size:
+        case = paged_case(lengths, page_size, num_slots=slots, seed=3, device=device)
+    else:
+        case = ragged_case(lengths, num_slots=slots, seed=3, device=device)
+    a = case.active
+    rows = poison(random_pool(slots, rank + rope, torch.float8_e4m3fn, seed=4, device=device), a)
+    assert rows.float().isnan().any(dim=-1).sum() >= slots - sum(lengths)
+    g = torch.Generator().manual_seed(5)
+    q = torch.randn(3, 4, rank + rope, generator=g).to(device, torch.bfloat16)
+    call = {"sm_scale": 0.2, "dtype": torch.float64}
+    out, lse = reference.mla_attention(q[..., :rank], q[..., rank:], rows, a, **call)
+    assert out.isfinite().all()
+
+    shadow = shadow_cast(rows, torch.zeros(rows.shape, dtype=torch.bfloat16, device=device), a)
+    assert shadow.isfinite().all()
+    from_shadow = reference.mla_attention(q[..., :rank], q[..., rank:], shadow, a, **call)
+    found = slot_map(a, slots)
+    compact = torch.zeros(found.rows, 1, rank + rope, dtype=torch.bfloat16, device=device)
+    gather_cast(rows, compact, found)
+    moved = ActiveSlots(found.new_indices, a.bounds, a.page_size, a.is_paged)
+    from_compact = reference.mla_attention(q[..., :rank], q[..., rank:], compact, moved, **call)
+    for other in (from_shadow, from_compact):
+        assert torch.equal(other[0], out)
+        assert torch.equal(other[1], lse)
+
+
+def test_a_map_that_outgrows_its_rows_says_so_and_stays_inside(device):
+    case = ragged_case([6, 6], num_slots=64, seed=1, device=device)
+    distinct = case.active.distinct(64).numel()
+    workspace = map_workspace(case.active, 64, rows=4)
+    found = slot_map(case.active, 64, workspace)
+    assert found.overflow.item() == distinct > 4
+    assert found.count.item() == 4
+    rows = random_pool(64, WIDTH, torch.float8_e4m3fn, seed=1, device=device)
+    compact = untouched(8, 1, WIDTH, dtype=torch.float16, device=device)
+    gather_cast(rows, compact, found)
+    assert (compact[4:].view(torch.int16) == UNTOUCHED).all()
+    assert found.new_indices[:12].amax() < 4
+
+    case.active.bounds.fill_(0)
+    slot_map(case.active, 64, workspace)
+    assert found.count.item() == 0
+    assert found.overflow.item() == distinct, "sticky until its reader zeroes it"
+
+
+def test_compact_never_outgrows_the_pool(device):
+    shared = torch.arange(10, dtype=torch.int32, device=device).repeat(50)
+    indptr = torch.arange(0, 501, 10, dtype=torch.int32, device=device)
+    active = ActiveSlots.ragged(shared, indptr)
+    assert compact_rows(active, 12) == 12
+    found = slot_map(active, 12)
+    assert found.count.item() == 10
+    assert found.new_indices.tolist() == list(range(10)) * 50
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_nothing_active_writes_nothing(batch, device):
+    rows = random_pool(8, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
+    for case in (
+        ragged_case([0] * batch, num_slots=8, seed=0, device=device),
+        paged_case([0] * batch, 4, num_slots=8, seed=0, device=device),
+    ):
+        check_shadow(rows, case, torch.bfloat16)
+        check_gather(rows, case, torch.bfloat16)
+
+
+def a_call(device, **changed):
+    rows = random_pool(8, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
+    case = ragged_case([3], num_slots=8, seed=0, device=device)
+    good = {"rows": rows, "shadow": torch.zeros(rows.shape, dtype=torch.bfloat16, device=device)}
+    good |= {"active": case.active} | changed
+    return shadow_cast(good["rows"], good["shadow"], good["active"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": torch.zeros(8, 1, 80, dtype=torch.uint8)}, r"rows: wrong dtype; expected float8_e4m3fn"),
+        ({"rows": torch.zeros(8, 2, 80).to(torch.float8_e5m2)}, r"rows: expected \[slots, 1, row\]"),
+        ({"rows": torch.zeros(80).to(torch.float8_e5m2)}, r"rows: wrong number of dimensions"),
+        ({"rows": torch.zeros(80, 8).to(torch.float8_e5m2).t()}, r"rows: the last dimension must be contig"),
+        ({"shadow": torch.zeros(8, 1, 80)}, r"shadow: wrong dtype; expected bfloat16 or float16"),
+        (
+            {"shadow": torch.zeros(7, 1, 80, dtype=torch.float16)},
+            r"shadow: wrong shape; .* \[8, 80\] as rows",
+        ),
+        ({"active": torch.zeros(3)}, r"active: expected ActiveSlots or a SlotMap, got torch.float32 \[3\]"),
+        (
+            {"shadow": torch.zeros(8, 1, 80, dtype=torch.float16, device="meta")},
+            r"shadow: wrong device",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(changed, message, device):
+    moved = {
+        k: v.to(device) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v
+        for k, v in changed.items()
+    }
+    with pytest.raises(BadInput, match=message):
+        a_call(device, **moved)
+
+
+def test_wrong_tables_and_maps_are_named(device):
+    i32 = {"dtype": torch.int32, "device": device}
+    with pytest.raises(BadInput, match=r"kv_indices: wrong dtype; expected int32 or int64 \[capacity\]"):
+        ActiveSlots.ragged(torch.zeros(3, device=device), torch.zeros(2, **i32))
+    with pytest.raises(BadInput, match=r"kv_indptr: wrong dtype; expected int32 \[bs \+ 1\]"):
+        ActiveSlots.ragged(torch.zeros(3, **i32), torch.zeros(2, device=device))
+    with pytest.raises(BadInput, match=r"lengths: wrong shape; expected int32 \[2\]"):
+        ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(3, **i32), 16)
+    with pytest.raises(BadInput, match=r"page_size: expected a whole number of tokens, 1 or more, got 0"):
+        ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(2, **i32), 0)
+    active = ragged_case([3], num_slots=8, seed=0, device=device).active
+    with pytest.raises(BadInput, match=r"workspace: expected one made for 9 slots, ragged, page_size 1"):
+        slot_map(active, 9, map_workspace(active, 8))
+    rows = random_pool(9, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
+    compact = torch.zeros(9, 1, WIDTH, dtype=torch.float16, device=device)
+    with pytest.raises(BadInput, match=r"slot_map: expected one of 9 slots"):
+        gather_cast(rows, compact, slot_map(active, 8))
+    with pytest.raises(
+        BadInput, match=r"compact: expected \[8 or more, 80\], got torch.float16 \[2, 1, 80\]"
+    ):
+        gather_cast(rows, compact[:2], slot_map(active, 9))
+    with pytest.raises(BadInput, match=r"rows: expected a multiple of page_size 4"):
+        map_workspace(paged_case([9], 4, num_slots=32, seed=0, device=device).active, 32, rows=6)
