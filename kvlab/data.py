@@ -7,7 +7,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def root() -> Path:
-    """The data folder: $KVLAB_DATA, else `data/` beside the package in a checkout or `kvlab/_data` in a wheel."""
+    """The data folder: $KVLAB_DATA, else the checkout's `data/`, else `kvlab/_data` in an installed wheel."""
     if chosen := os.environ.get("KVLAB_DATA"):
         return Path(chosen)
     checkout = _PACKAGE.parent / "data"

@@ -1,6 +1,6 @@
 """What a page of the book is written with: values that carry an origin, figures, tables.
 
-`from kvlab.book import recorded, reported, compute, measured, parameter, export, show, show_table, bare, colour`
+`from kvlab.book import bare, colour, compute, export, measured, parameter, recorded, reported, show`
 """
 
 from kvlab.book.figures import bare, colour, show, show_table

@@ -1,4 +1,4 @@
-"""From the sources to _build/html: check the numbers, execute what changed, render with warnings as errors."""
+"""From the sources to _build/html: check the numbers, execute what changed, render; warnings are errors."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ class BuildFailed(RuntimeError):
 
 
 def build(root: Path, *, chosen_run: str | None = None, say: Callable[[str], None] = print) -> Path:
-    """Build the book; returns _build/html. Raises BuildFailed, CellFailed or BadInput, and then leaves no html."""
+    """Build the book into _build/html. Raises BuildFailed, CellFailed or BadInput, leaving no html then."""
     from kvlab.book import numbers, readme
 
     html = root / "_build" / "html"
@@ -39,7 +39,7 @@ def build(root: Path, *, chosen_run: str | None = None, say: Callable[[str], Non
             raise BuildFailed(problems)
         _render(root, chosen_run, say)
     except BaseException:
-        # What a failed build wrote would let an unchanged second one pass: warnings are not repeated for cached pages.
+        # Warnings are not repeated for cached pages: what a failed build wrote would let a second one pass.
         shutil.rmtree(root / "_build" / ".doctrees", ignore_errors=True)
         shutil.rmtree(html, ignore_errors=True)
         raise
@@ -80,7 +80,7 @@ def _render(root: Path, chosen_run: str | None, say: Callable[[str], None]) -> N
         "latex_individualpages": False,
         "kvlab_run": chosen_run or "",
     }
-    # What `jb build . --toc book/_toc.yml -W --keep-going` calls; its status goes to a log, warnings to stderr.
+    # What `jb build . --toc book/_toc.yml -W --keep-going` calls, its status kept from stdout.
     before = os.getcwd()
     os.chdir(root)
     try:

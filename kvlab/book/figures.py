@@ -11,7 +11,7 @@ from kvlab.errors import BadInput
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# Okabe and Ito's set without its yellow: told apart by the colour-blind, 3:1 and more on white and on the dark ground.
+# Okabe and Ito's set without its yellow: told apart by the colour-blind, and on either ground.
 PALETTE = {
     "stock": "#D55E00",
     "shadow": "#0072B2",
@@ -28,7 +28,7 @@ _ROWS_SHOWN = 60
 
 
 def template() -> "go.layout.Template":
-    """The book's plotly template: transparent ground, no fixed width; colours of text and grid follow the theme."""
+    """The book's plotly template: transparent ground, no fixed width; text and grid follow the theme."""
     import plotly.graph_objects as go
 
     axis = {
@@ -68,7 +68,7 @@ def colour(strategy: str) -> str:
 
 
 def bare(values: Any, unit: str | None = None) -> Any:
-    """Values for a trace's x or y, in one unit: the numbers themselves, in order. Refuses a number without origin."""
+    """The numbers of Values for a trace's x or y, in one unit. Refuses a number without origin."""
     if isinstance(values, Traced):
         values = list(values) if not isinstance(values.raw, dict) else list(values.raw)
     if isinstance(values, Value):
@@ -92,8 +92,8 @@ def show(
 ) -> None:
     """Display a plotly figure on the page.
 
-    `alt` says in a sentence or two what the picture shows, for those who do not see it. Caption and name belong to
-    the cell (`mystnb: figure:`). The data stand below the picture as a table that folds away.
+    `alt` says in a sentence or two what the picture shows, for those who do not see it. Caption and name
+    belong to the cell (`mystnb: figure:`). The data stand below the picture as a table that folds away.
     """
     from IPython.display import display
 
@@ -102,6 +102,9 @@ def show(
     if height not in HEIGHTS:
         raise BadInput(f"show(fig, height={height!r}): one of {', '.join(HEIGHTS)}")
     fig.update_layout(template=template(), height=HEIGHTS[height], autosize=True)
+    if fig.layout.title.text:
+        # The legend stands above the plot: leave the title its own line.
+        fig.update_layout(margin_t=64)
     if not os.environ.get("KVLAB_BOOK"):
         fig.show()
         return
@@ -154,8 +157,9 @@ def data_table(fig: "go.Figure") -> str:
     )
     more = f"<p>The first {_ROWS_SHOWN} of {len(rows)} points.</p>" if len(rows) > _ROWS_SHOWN else ""
     return (
-        f'<details class="kv-data"><summary>The data of this figure</summary><div class="kv-scroll" tabindex="0" '
-        f'role="region" aria-label="data of the figure"><table><thead><tr>{head}</tr></thead>'
+        '<details class="kv-data"><summary>The data of this figure</summary>'
+        '<div class="kv-scroll" tabindex="0" role="region" '
+        f'aria-label="data of the figure"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>{more}</details>"
     )
 
@@ -186,8 +190,8 @@ def show_table(
 ) -> None:
     """Display a table whose numbers are Values, each with its origin on hover.
 
-    `formats` gives a format per column (`""` for the value's own). A bare number is refused. Caption and name belong
-    to the cell (`mystnb: figure:`), as a figure's do.
+    `formats` gives a format per column (`""` for the value's own). A bare number is refused. Caption and name
+    belong to the cell (`mystnb: figure:`), as a figure's do.
     """
     from IPython.display import display
 
@@ -200,7 +204,8 @@ def show_table(
     def cell(x: Any, spec: str) -> str:
         if isinstance(x, Value):
             kind = "kv-num" if not isinstance(x.value, str | bool) else "kv-text"
-            return f'<td class="{kind}"><span class="kv-n" title="{escape(describe(x))}">{escape(format(x, spec))}</span></td>'
+            title, shown = escape(describe(x)), escape(format(x, spec))
+            return f'<td class="{kind}"><span class="kv-n" title="{title}">{shown}</span></td>'
         if isinstance(x, str):
             return f"<td>{escape(x)}</td>"
         if x is None:

@@ -1,8 +1,8 @@
-"""Is any number typed by hand? Sources, parsed as MyST and Python, may hold none outside roles and parameters.
+"""Is any number typed by hand? Sources, parsed as MyST and Python, hold none outside roles and parameters.
 
-In prose, tables, captions, math and README a numeral with a unit, a percent sign, an x, a decimal point or a
-thousands separator, or of three digits and more, must come from {n}, \\val{} or a README marker. Names such as
-SM120 stand in names.yml. Code cells hold no number beyond 0, 1 and 2, and no such numeral in a string.
+In prose, tables, captions, math and README a numeral with a unit, a percent sign, an x, a decimal point or
+a thousands separator, or of three digits and more, must come from {n}, \\val{} or a README marker. Names such
+as SM120 stand in names.yml. Code cells hold no number beyond 0, 1 and 2, and no such numeral in a string.
 """
 
 import ast
@@ -40,23 +40,27 @@ _PHYSICAL = (
     r"|[KMGT]?Hz|[KMGT]?FLOPS?|FLOPs?|W|watts?|tok|°C|percent"
 )
 _COUNTED = (
-    r"tokens?|slots?|layers?|heads?|pages?|rows?|elements?|casts?|copies|copy|kernels?|launches|steps?|requests?"
-    r"|GPUs?|cards?|ranks?|dimensions?|calls?|times"
+    r"tokens?|slots?|layers?|heads?|pages?|rows?|elements?|casts?|copies|copy|kernels?|launches|steps?"
+    r"|requests?|GPUs?|cards?|ranks?|dimensions?|calls?|times"
 )
 _NUMERAL = re.compile(
-    r"(?<![\w.#/\\])(?P<times>×\s?|x(?=\d))?(?P<number>\d{1,3}(?:[,\u00a0\u2009\u202f' ]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)"
-    rf"(?P<unit>[\s\u00a0\u202f-]?(?:%|[x×](?![a-wyzA-Z])|(?:{_PHYSICAL})(?:/\w+)?\b)|[\s\u00a0\u202f-](?:{_COUNTED})\b)?"
+    r"(?<![\w.#/\\])(?P<times>×\s?|x(?=\d))?"
+    r"(?P<number>\d{1,3}(?:[,\u00a0\u2009\u202f' ]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)"
+    rf"(?P<unit>[\s\u00a0\u202f-]?(?:%|[x×](?![a-wyzA-Z])|(?:{_PHYSICAL})(?:/\w+)?\b)"
+    rf"|[\s\u00a0\u202f-](?:{_COUNTED})\b)?"
     r"(?!\w)"
 )
 _MATH_NUMERAL = re.compile(
     r"(?<![\w.])(?P<number>\d+(?:(?:\{,\}|,|\\,)\d{3})*(?:\.\d+)?)"
-    r"(?P<unit>(?:\\[,;: ]|~|\s)*(?:\\%|\\(?:mathrm|text|operatorname|rm|mathsf)\s*\{\s*[^}]*[A-Za-zµ%][^}]*\}))?"
+    r"(?P<unit>(?:\\[,;: ]|~|\s)*"
+    r"(?:\\%|\\(?:mathrm|text|operatorname|rm|mathsf)\s*\{\s*[^}]*[A-Za-zµ%][^}]*\}))?"
 )
 # Directives whose body is MyST, by what their argument is.
 _TITLED = {
-    "note", "tip", "hint", "important", "warning", "caution", "attention", "danger", "error", "seealso", "admonition",
-    "dropdown", "toggle", "card", "grid", "grid-item", "grid-item-card", "tab-set", "tab-item", "table", "list-table",
-    "csv-table", "epigraph", "sidebar", "margin", "topic", "glossary", "rubric", "container", "div", "details",
+    "note", "tip", "hint", "important", "warning", "caution", "attention", "danger", "error", "seealso",
+    "admonition", "dropdown", "toggle", "card", "grid", "grid-item", "grid-item-card", "tab-set", "tab-item",
+    "table", "list-table", "csv-table", "epigraph", "sidebar", "margin", "topic", "glossary", "rubric",
+    "container", "div", "details",
 }  # fmt: skip
 _CAPTIONED = {"figure", "image"}
 _NO_TEXT = {
@@ -77,7 +81,7 @@ _REFERENCE_ROLES = {
     "footcite",
 }
 _TEXT_OPTIONS = {"alt", "caption", "title", "subtitle", "header", "footer", "name-text"}
-_SHELL = {"bash", "sh", "shell", "console", "zsh"}
+_CODE_LISTINGS = {"bash", "sh", "shell", "zsh", "python", "ipython3", "toml", "yaml", "diff"}
 _COMMAND = re.compile(r"^(?:\$ |[A-Z_]+=\S+ )?(?:python3?|pip|make|kvlab|jb|git|docker|curl|-{1,2}[a-z])\b")
 _STRUCTURAL_CALLS = {"recorded", "recorded_file", "reported", "parameter"}
 _FORMAT = re.compile(r"\+?,?(?:\.\d+)?[defg]?(?: \S+)?")
@@ -245,6 +249,10 @@ def _inline(tokens: list[Any], file: str, line: int, place: str) -> Iterator[Orp
         elif token.type == "html_inline":
             text.append("")
     so_far = "".join(text)
+    if "```{" in so_far:
+        raise BadInput(
+            f"{file}:{line}: a fence whose title holds backticks is no fence; open it with :::{{name}}"
+        )
     for numeral in in_text(so_far):
         yield Orphan(file, line + max(so_far.partition(numeral)[0].count("\n"), 0), place, numeral)
 
@@ -284,13 +292,9 @@ def _listing(language: str, content: str, file: str, line: int, place: str) -> I
     for i, row in enumerate(content.splitlines()):
         if language == "console" and row.startswith(("$ ", "> ")):
             continue
-        if (
-            language in _SHELL
-            and language != "console"
-            or language in ("python", "ipython3", "toml", "yaml", "diff")
-        ):
+        if language in _CODE_LISTINGS:
             # A trailing comment is prose.
-            _, hash_, row = row.partition("# ") if language != "diff" else ("", "", "")
+            row = row.partition("# ")[2]
         yield from (Orphan(file, line + i + 1, place, n) for n in in_text(row))
 
 

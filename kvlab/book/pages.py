@@ -64,7 +64,7 @@ class Page:
                 if not isinstance(target, ast.Name):
                     raise BadInput(f"{self.path.name}: the parameters cell may only assign names to literals")
                 try:
-                    found[target.id] = ast.literal_eval(statement.value)  # type: ignore[attr-defined]
+                    found[target.id] = ast.literal_eval(statement.value)
                 except ValueError:
                     raise BadInput(f"{self.path.name}: parameter {target.id} must be a literal") from None
         return found
@@ -86,7 +86,7 @@ def _notebook(text: str, path: Path) -> tuple[list[Any], list[int]]:
 
 
 def checkout() -> Path:
-    """The checkout that holds the book: the working directory or a parent with _config.yml and book/_toc.yml."""
+    """The checkout of the book: the working directory or a parent with _config.yml and book/_toc.yml."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / "_config.yml").is_file() and (folder / "book" / "_toc.yml").is_file():

@@ -1,7 +1,7 @@
 """Do the figures in README.md still say what the pages computed?
 
 GitHub renders no roles, so a figure stands between two comments that name its value:
-`<!--n memory.pool_bytes:.2f GB-->22.26 GB<!--/n-->`. `kvlab book readme` rewrites them, the build compares them.
+`<!--n memory.pool_bytes:.2f GB-->22.26 GB<!--/n-->`. `kvlab book readme` rewrites them, the build compares.
 """
 
 import re
@@ -15,7 +15,7 @@ MARK = re.compile(r"<!--n ([^>]+?)-->(.*?)<!--/n-->", re.S)
 
 
 def render(text: str, executed: Mapping[str, run.Executed]) -> str:
-    """README's text with every marked figure as its value now reads. Raises BadInput for a name no page exports."""
+    """README's text with every marked figure as its value now reads; BadInput for a name no page exports."""
     return MARK.sub(lambda m: f"<!--n {m[1]}-->{shown(m[1], executed)}<!--/n-->", text)
 
 
@@ -37,7 +37,8 @@ def check(root: Path, executed: Mapping[str, run.Executed]) -> list[str]:
         if m[2] != want:
             line = text.count("\n", 0, m.start()) + 1
             problems.append(
-                f"README.md:{line}: says {m[2]!r}, but {m[1]} is {want!r}; python -m kvlab book readme rewrites it"
+                f"README.md:{line}: says {m[2]!r}, but {m[1]} is {want!r}; "
+                "python -m kvlab book readme rewrites it"
             )
     return problems
 

@@ -77,7 +77,7 @@ def newest(page: Page, executed: Sequence[Executed], run: str | None = None) -> 
 
 
 def why_stale(page: Page, executed: Sequence[Executed], run: str | None = None) -> str | None:
-    """Why the page must execute again, or None: its source, parameters, kvlab's code, the data or the environment."""
+    """Why the page must execute again, or None: its source, kvlab's code, the data or the environment."""
     own = [e for e in executed if e.kvlab["page"] == page.name and (run is None or e.path.parent.name == run)]
     if not own:
         return "never executed"
@@ -126,7 +126,7 @@ def environment() -> str:
 def parameters_for(
     chapters: Sequence[Page], given: Sequence[tuple[str, str]], live: bool
 ) -> dict[str, dict[str, Any]]:
-    """The parameters of each page, checked: an unknown name or a value of another type than the default is BadInput."""
+    """The parameters of each page; BadInput for an unknown name or another type than the default's."""
     known = {n for page in chapters for n in page.parameters}
     for name, _ in given:
         if name not in known:
@@ -173,8 +173,8 @@ def select(root: Path, names: Sequence[str]) -> list[Page]:
 def execute(page: Page, folder: Path, parameters: Mapping[str, Any], root: Path) -> Executed:
     """Run one page and put the notebook into `folder`, whole or not at all.
 
-    Raises CellFailed naming chapter, line and error, and BadInput where the page breaks the book's rules (a figure
-    without caption, a parameter() that the parameters cell does not define).
+    Raises CellFailed naming chapter, line and error, and BadInput where the page breaks the book's rules (a
+    figure without caption, a parameter() that the parameters cell does not define).
     """
     import jupytext
     import nbformat
@@ -261,7 +261,8 @@ def _failed(page: Page, out: Path, e: Any) -> str:
     ]
     number = min(len(own), len(page.cells) - 1)
     line = page.cells[number].line
-    return f"book/{page.path.name}, code cell {number + 1} (line {line}): {e.ename}: {' '.join(str(e.evalue).split())}"
+    what = " ".join(str(e.evalue).split())
+    return f"book/{page.path.name}, code cell {number + 1} (line {line}): {e.ename}: {what}"
 
 
 def _check(page: Page, nb: Any, values: Mapping[str, dict]) -> None:
@@ -274,13 +275,13 @@ def _check(page: Page, nb: Any, values: Mapping[str, dict]) -> None:
             ):
                 first = cell.source.strip().splitlines()[-1]
                 raise BadInput(
-                    f"book/{page.path.name}: the cell ending {first!r} shows a figure without caption and name"
+                    f"book/{page.path.name}: the cell ending {first!r} shows a figure without caption or name"
                 )
     for name, value in values.items():
         for kind, text in value["sources"]:
             if kind == "parameter" and text.split()[1] not in page.parameters:
                 raise BadInput(
-                    f"book/{page.path.name}: {name} rests on {text}, which its parameters cell does not define"
+                    f"book/{page.path.name}: {name} rests on {text}, which no parameters cell defines"
                 )
 
 
@@ -301,7 +302,7 @@ def _environment(**variables: str) -> Iterator[None]:
 def run_all(
     chapters: Sequence[Page], folder: Path, parameters: Mapping[str, Mapping[str, Any]], root: Path
 ) -> Iterator[Executed]:
-    """Execute pages one after another (what they time must not compete), into a folder that appears only when all did."""
+    """Execute pages one by one (timings must not compete) into a folder that appears when all are done."""
     executed_root(root).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=executed_root(root)) as work:
         for page in chapters:

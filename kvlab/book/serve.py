@@ -13,7 +13,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def server(html: Path, port: int) -> http.server.ThreadingHTTPServer:
-    """A server of `html` on 127.0.0.1; port 0 takes a free one. Raises BadInput for no book or a port in use."""
+    """A server of `html` on 127.0.0.1; port 0 takes a free one. BadInput for no book or a port in use."""
     if not (html / "index.html").is_file():
         raise BadInput(f"{html}: no built book here; run make book (python -m kvlab book build) first")
     handler = functools.partial(_Quiet, directory=str(html))

@@ -1,4 +1,4 @@
-"""The book's Sphinx extension: outputs found by source hash, the {n} role, numbers in math, two generated pages."""
+"""The book's Sphinx extension: outputs found by source hash, the {n} role, numbers in math, two tables."""
 
 import difflib
 import json
@@ -40,7 +40,7 @@ class Library:
         return docname.rpartition("/")[2]
 
     def find(self, target: str, page: str) -> tuple[str, str, values.Value]:
-        """`name` of this page or `page.name` of another: the page, the name and the value. Raises BadInput."""
+        """`name` of this page or `page.name` of another: the page, the name, the value. Raises BadInput."""
         owner, _, name = target.rpartition(".")
         owner = owner or page
         executed = self.executed.get(owner)
@@ -55,7 +55,7 @@ class Library:
         return owner, name, values.from_dict(name, found)
 
     def state(self, key: str) -> str | None:
-        """A digest of one value (`page.name`) or of everything, to see whether a page that showed it is stale."""
+        """A digest of one value (`page.name`) or of everything: whether a page that showed it is stale."""
         if key == _EVERYTHING:
             return digest("".join(json.dumps(e.kvlab, sort_keys=True) for e in self.executed.values()))
         owner, _, name = key.rpartition(".")
@@ -120,9 +120,9 @@ def read(text: str) -> Any:
 
 def _used(env: BuildEnvironment) -> dict[str, dict[str, str | None]]:
     if not hasattr(env, "kvlab_used"):
-        env.kvlab_used = {}  # type: ignore[attr-defined]
-        env.kvlab_outputs = {}  # type: ignore[attr-defined]
-    return env.kvlab_used  # type: ignore[attr-defined]
+        env.kvlab_used = {}
+        env.kvlab_outputs = {}
+    return env.kvlab_used
 
 
 def _note(env: BuildEnvironment, docname: str, key: str) -> None:
@@ -138,18 +138,18 @@ def _outdated(app: Sphinx, env: BuildEnvironment, *_: Any) -> Iterable[str]:
     """Pages whose outputs or quoted values changed while their .md did not."""
     _used(env)
     stale = {d for d, used in _used(env).items() if any(library().state(k) != s for k, s in used.items())}
-    stale |= {d for d, sha in env.kvlab_outputs.items() if _outputs_of(d) != sha}  # type: ignore[attr-defined]
+    stale |= {d for d, sha in env.kvlab_outputs.items() if _outputs_of(d) != sha}
     return [d for d in stale if d in env.found_docs]
 
 
 def _purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
     _used(env).pop(docname, None)
-    env.kvlab_outputs.pop(docname, None)  # type: ignore[attr-defined]
+    env.kvlab_outputs.pop(docname, None)
 
 
 def _remember(app: Sphinx, doctree: nodes.document) -> None:
     _used(app.env)
-    app.env.kvlab_outputs[app.env.docname] = _outputs_of(app.env.docname)  # type: ignore[attr-defined]
+    app.env.kvlab_outputs[app.env.docname] = _outputs_of(app.env.docname)
 
 
 def _anchor(owner: str, name: str) -> str:
@@ -157,7 +157,7 @@ def _anchor(owner: str, name: str) -> str:
 
 
 class NumberRole(SphinxRole):
-    """{n}`name:format`: a value of this page, or {n}`page.name:format` of another, with its origin on hover."""
+    """{n}`name:format`: a value of this page, or {n}`page.name:format` of another; its origin on hover."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         target, spec = split_target(self.text)
@@ -209,6 +209,38 @@ class NumbersInMath(SphinxTransform):
             return m[0]
         _note(self.env, docname, f"{owner}.{name}")
         return "{" + shown + "}"
+
+
+class table_figure(nodes.figure):
+    """A captioned table of a code cell: numbered among the tables, not among the figures."""
+
+
+class TablesAreNoFigures(SphinxTransform):
+    """myst-nb wraps whatever a cell shows into a figure; what show_table() made becomes a table_figure."""
+
+    default_priority = 210
+
+    def apply(self, **_: Any) -> None:
+        for node in list(self.document.findall(nodes.figure)):
+            if not any('class="table kv-table"' in raw.astext() for raw in node.findall(nodes.raw)):
+                continue
+            table = table_figure("", *node.children, **node.attributes)
+            table.source, table.line = node.source, node.line
+            node.replace_self(table)
+            for id_ in table["ids"]:
+                self.document.ids[id_] = table
+
+
+def _visit_table_figure(self: Any, node: nodes.Element) -> None:
+    self.visit_figure(node)
+
+
+def _depart_table_figure(self: Any, node: nodes.Element) -> None:
+    self.depart_figure(node)
+
+
+def _caption_of(node: nodes.Element) -> str | None:
+    return next((c.astext() for c in node.children if isinstance(c, nodes.caption)), None)
 
 
 class ValueOrigins(SphinxDirective):
@@ -287,11 +319,14 @@ class ExecutionStatus(SphinxDirective):
 
 
 def _title(page: Page) -> str:
-    for line in page.text.splitlines():
-        if line.startswith("# "):
-            # Titles may hold roles and emphasis; a plain name is enough here.
-            return re.sub(r"\{n\}`[^`]*`|[*_`]", "", line[2:]).strip() or page.name
-    return page.name
+    """The page's heading as plain text, its {n} resolved."""
+    heading = next((line[2:] for line in page.text.splitlines() if line.startswith("# ")), page.name)
+
+    def resolve(m: re.Match) -> str:
+        target, spec = split_target(m[1])
+        return format(library().find(target, page.name)[2], spec)
+
+    return re.sub(r"[*_`]", "", re.sub(r"\{n\}`([^`]*)`", resolve, heading)).strip()
 
 
 def _table(
@@ -332,6 +367,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("html-page-context", _page_scripts, priority=900)
     app.add_role("n", NumberRole())
     app.add_transform(NumbersInMath)
+    app.add_transform(TablesAreNoFigures)
+    html = (_visit_table_figure, _depart_table_figure)
+    app.add_enumerable_node(table_figure, "table", _caption_of, html=html)
     app.add_directive("value-origins", ValueOrigins)
     app.add_directive("execution-status", ExecutionStatus)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -48,7 +48,7 @@ _CANONICAL = {
 
 
 def parse(unit: str | None) -> Unit:
-    """The unit's factor and dimension. A word that is no unit of bytes or time (`slots`, `tok`) counts things."""
+    """The unit's factor and dimension. A word that is no unit of bytes or time (`slots`) counts things."""
     found = _ONE
     for i, part in enumerate((unit or "1").split("/")):
         part = part.strip()
@@ -74,7 +74,7 @@ def convert(value: int | float, unit: str | None, to: str | None) -> int | float
 
 
 def product(left: str | None, right: str | None, sign: int) -> tuple[str | None, Fraction]:
-    """The unit of left * right (sign 1) or left / right (sign -1), and the factor that the number takes with it.
+    """The unit of left * right (sign 1) or left / right (sign -1), and the factor the number takes with it.
 
     A count or a plain number leaves the other side's unit as it is: 576 B * 78 layers is in B.
     """
@@ -106,10 +106,10 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def write(value: Scalar, unit: str | None, spec: str = "") -> str:
-    """The value for a reader. `spec` is `[number format] [unit]`: `.1f ms`, `,`, `GiB`, `.1f %`, `both`, `, -`.
+    """The value for a reader. `spec` is `[number format] [unit]`: `.1f ms`, `,`, `GiB`, `.1f %`, `both`.
 
-    `both` gives `44.53 GB = 41.47 GiB`; the unit `-` leaves the unit out. Without a number format an integer is
-    written in full, any other number to three significant digits.
+    `both` gives `44.53 GB = 41.47 GiB`; the unit `-` leaves the unit out. Without a number format an integer
+    is written in full, any other number to three significant digits.
     """
     number, wanted = split_spec(spec)
     if isinstance(value, str | bool):
@@ -119,7 +119,7 @@ def write(value: Scalar, unit: str | None, spec: str = "") -> str:
     if wanted == "both":
         if parse(unit).dims != (1, 0):
             raise BadInput(f"format 'both' is for bytes, this value is in {unit or 'no unit'}")
-        return f"{write(value, unit, (number or '.2f') + ' GB')} = {write(value, unit, (number or '.2f') + ' GiB')}"
+        return " = ".join(write(value, unit, f"{number or '.2f'} {u}") for u in ("GB", "GiB"))
     bare = wanted == "-"
     shown = unit if bare or not wanted else wanted
     n = convert(value, unit, shown)

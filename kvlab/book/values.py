@@ -13,6 +13,7 @@ from kvlab import units as byte_units
 from kvlab.book import units
 from kvlab.errors import BadInput
 
+_MAKERS = "recorded(), reported(), compute(), measured() or parameter()"
 KINDS = ("recorded", "reported", "computed", "measured", "parameter")
 # Exact conversion factors; every other number needs an origin of its own.
 _PLAIN = {0, 1, 2} | {getattr(byte_units, n) for n in ("KB", "MB", "GB", "TB", "KIB", "MIB", "GIB")}
@@ -38,7 +39,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A number (or a name) with its unit and origin. Made by recorded, reported, compute, measured and parameter.
+    """A number (or a name) with its unit and origin, from recorded, reported, compute, measured, parameter.
 
     Arithmetic gives computed Values that remember their inputs; a bare number other than 0, 1, 2 and the byte
     factors of kvlab.units is refused with BadInput, as is adding bytes to seconds.
@@ -46,14 +47,12 @@ class Value:
 
     value: units.Scalar
     unit: str | None = None
-    origin: Origin = field(default=None)  # type: ignore[assignment]
+    origin: Origin = field(default=None)
     name: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.origin, Origin):
-            raise BadInput(
-                f"{self.value!r} has no origin: take it from recorded(), reported(), compute(), measured() or parameter()"
-            )
+            raise BadInput(f"{self.value!r} has no origin: take it from {_MAKERS}")
         if not isinstance(self.value, int | float | str | bool):
             raise BadInput(
                 f"{self.origin.how}: {type(self.value).__name__} is no number, name or truth value"
@@ -62,7 +61,7 @@ class Value:
             raise BadInput(f"{self.origin.how} is {self.value}, which is no figure to print")
 
     def with_unit(self, unit: str) -> "Value":
-        """The same value, its unit stated where it has none; `1/s` may become `tok/s`, bytes may not become ms."""
+        """The same value, its unit stated where it has none; `1/s` may become `tok/s`, bytes never ms."""
         if self.unit is not None and units.parse(self.unit) != units.parse(unit):
             raise BadInput(f"{self.label} is in {self.unit}, not {unit}; to() converts")
         return Value(self.value, unit, self.origin, self.name)
@@ -177,14 +176,12 @@ def _operand(x: object, beside: str) -> Value:
         return x
     if isinstance(x, int) and not isinstance(x, bool) and x in _PLAIN:
         return Value(x, None, Origin("computed", str(x)))
-    raise BadInput(
-        f"{x!r} beside {beside}: a bare number has no origin; take it from recorded(), reported(), compute() or parameter()"
-    )
+    raise BadInput(f"{x!r} beside {beside}: a bare number has no origin; take it from {_MAKERS}")
 
 
 def _pair(left: object, right: object) -> tuple[Value, Value]:
     known = left if isinstance(left, Value) else right
-    return _operand(left, known.label), _operand(right, known.label)  # type: ignore[union-attr]
+    return _operand(left, known.label), _operand(right, known.label)
 
 
 def _computed(how: str, *inputs: "Value", kind: str = "computed", atomic: bool = False) -> Origin:
@@ -260,22 +257,22 @@ class Traced:
     def __getitem__(self, key: Any) -> Any:
         plain = plain_of(key)
         step = f".{plain}" if isinstance(plain, str) else f"[{plain}]"
-        return self._step(self._raw[plain], step, plain if isinstance(plain, str) else "")  # type: ignore[index]
+        return self._step(self._raw[plain], step, plain if isinstance(plain, str) else "")
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._raw, Mapping):
             return iter(self._raw)
-        return (self._step(x, f"[{i}]") for i, x in enumerate(self._raw))  # type: ignore[arg-type,var-annotated]
+        return (self._step(x, f"[{i}]") for i, x in enumerate(self._raw))
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Of a mapping: its keys and traced values."""
-        return ((k, self[k]) for k in self._raw)  # type: ignore[union-attr]
+        return ((k, self[k]) for k in self._raw)
 
     def __len__(self) -> int:
-        return len(self._raw)  # type: ignore[arg-type]
+        return len(self._raw)
 
     def __contains__(self, key: object) -> bool:
-        return plain_of(key) in self._raw  # type: ignore[operator]
+        return plain_of(key) in self._raw
 
     def __bool__(self) -> bool:
         return bool(self._raw)
@@ -422,10 +419,10 @@ def _user_namespace() -> Mapping[str, Any]:
 def recorded(
     path: str, key: str = "", *, unit: str | None = None, units_of: Mapping[str, str] | None = None
 ) -> Any:
-    """What a run measured: `recorded("h200-stock/kernels.json", "rows[what=decode,bs=1,ctx=100].bf16_fa3_us")`.
+    """What a run measured: `recorded("h200-stock/kernels.json", "rows[bs=1,ctx=100].fp8_fa3_us")`.
 
-    `path` is under data/recorded; `key` steps through the JSON by `.name`, `[index]` and `[field=value,…]` (the one
-    row that matches). A number comes as a Value, a list or object as a Traced. Raises BadInput naming file and key.
+    `path` is under data/recorded; `key` steps through the JSON by `.name`, `[index]` and `[field=value,…]`
+    (the one row that matches). A number comes as a Value, a list or object as a Traced; BadInput names the key.
     """
     file = data.recorded(path)
     try:
@@ -445,7 +442,7 @@ def recorded(
 
 
 def recorded_file(path: str) -> Traced:
-    """A recorded file to hand to a function: `compute(trace.report, recorded_file("h200-stock/decode.trace.json.gz"))`."""
+    """A recorded file to hand to a function: `compute(trace.report, recorded_file("run/decode.json.gz"))`."""
     file = data.recorded(path)
     if not file.is_file():
         raise BadInput(f"data/recorded/{path}: no such file")
@@ -483,7 +480,7 @@ def _follow(raw: Any, step: str, where: str, key: str) -> Any:
 
 
 def provenance_of(file: Path) -> str:
-    """One line about a recorded run: GPU, key versions and date from its provenance; its README's title otherwise."""
+    """One line about a recorded run: GPU, versions and date from its provenance, else its README's title."""
     for candidate in (file.with_name("provenance.json"), file):
         if candidate.suffix != ".json" or not candidate.is_file():
             continue
@@ -566,8 +563,8 @@ class Exported:
         from html import escape
 
         rows = "".join(
-            f"<tr><td>{escape(n)}</td><td>{escape(str(_exported[n]))}</td><td>{escape(describe(_exported[n]))}</td></tr>"
-            for n in self.names
+            "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in (n, str(v), describe(v))) + "</tr>"
+            for n, v in ((n, _exported[n]) for n in self.names)
         )
         return {"text/plain": ", ".join(self.names), "text/html": f"<table>{rows}</table>"}, {
             "kvlab": {"export": True}
@@ -575,7 +572,7 @@ class Exported:
 
 
 def export(**values: Value) -> Exported:
-    """Name values for the page's text: `export(cast_ms=…)` makes {n}`cast_ms` resolve. Refuses what has no origin."""
+    """Name values for the page's text: `export(cast_ms=…)` makes {n}`cast_ms` resolve; no origin, no name."""
     for name, value in values.items():
         if not isinstance(value, Value):
             raise BadInput(f"export({name}=…): {value!r} has no origin")

@@ -42,7 +42,7 @@ def build(
         None, "--run", help="Show this run of book/executed; default: each page's newest."
     ),
 ) -> None:
-    """Check the numbers, execute the chapters that changed, render into _build/html with warnings as errors."""
+    """Check the numbers, execute the chapters that changed, render into _build/html; warnings are errors."""
     _need_extra()
     from kvlab.book import build as builder
     from kvlab.book.pages import checkout
@@ -102,7 +102,7 @@ def run(
 
 
 def split_parameters(tokens: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Chapters and (name, value) pairs from `symptom -p live true -p seed 1`. Raises BadInput for another option."""
+    """Chapters and (name, value) pairs from `symptom -p live true -p seed 1`; BadInput for another option."""
     rest, names, given = iter(tokens), [], []
     for token in rest:
         if token == "-p":
