@@ -1,0 +1,252 @@
+"""Trace events out of a stream of bytes: in batches, typed, with bounded memory.
+
+A batch is cut at the last `}` before a `,` or `]` for which the text up to there, in brackets, is a valid JSON
+array. JSON is read left to right without looking ahead, so a text that is valid up to a point is at the top level
+there: a brace inside a string or a nested object can never be taken for a boundary, only cost a second try.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from kvlab.errors import BadInput
+
+# An event or a header larger than this is no profiler's.
+LIMIT = 64 << 20
+_TRIES = 6
+_START = re.compile(rb'"traceEvents"\s*:\s*\[')
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
+_SPACE = b" \t\r\n"
+
+
+class Args(msgspec.Struct, gc=False):
+    """The arguments of an event that kvlab uses; the others are skipped, not stored."""
+
+    correlation: int = -1
+    grid: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
+    stream: int | None = None
+    name: str | None = None
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+
+
+class Event(msgspec.Struct, gc=False):
+    """One Chrome trace event. `ts` and `dur` in microseconds; NaN where the file gives no `ts`."""
+
+    ph: str | None = None
+    cat: str | None = None
+    name: str = ""
+    pid: int | str = -1
+    tid: int | str = -1
+    ts: float = float("nan")
+    dur: float = 0.0
+    args: Args | None = None
+
+
+class Events:
+    """Iterate over batches (lists of Event); then `meta` holds the file's other keys and `notes` what was odd.
+
+    `pieces`: the file's bytes in chunks of any size. Raises BadInput, naming `name`, for what is not a trace.
+    """
+
+    def __init__(self, pieces: Iterable[bytes], name: str) -> None:
+        self._pieces = iter(pieces)
+        self._name = name
+        self._decode: Callable[[bytes], list[Event]] = msgspec.json.Decoder(list[Event]).decode
+        self.meta: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        buf = self._header()
+        closed = eof = False
+        while True:
+            events, used, closed = self._take(buf, eof)
+            if events:
+                yield events
+            buf = buf[used:]
+            if closed or (eof and not used):
+                break
+            if not used:
+                if len(buf) > LIMIT:
+                    raise BadInput(f"{self._name}: no end of an event within {LIMIT >> 20} MiB; not a trace")
+                more = next(self._pieces, b"")
+                eof = not more
+                # Grow by at least half, or an event of many chunks would be tried once for each chunk.
+                while not eof and len(more) < len(buf) // 2:
+                    piece = next(self._pieces, b"")
+                    more, eof = more + piece, not piece
+                buf += more
+        if closed:
+            self._footer(buf)
+        else:
+            self.notes.append(
+                "the file is cut off: its traceEvents array has no end"
+                + (f", {len(buf)} bytes of an unfinished event left out" if buf.strip() else "")
+            )
+        if self.skipped:
+            self.notes.append(f"{self.skipped} malformed events left out")
+
+    def _header(self) -> bytes:
+        buf = b""
+        for piece in self._pieces:
+            buf += piece
+            text = buf.removeprefix(b"\xef\xbb\xbf").lstrip(_SPACE)
+            if text[:1] == b"[":
+                return text[1:]
+            if text[:1] not in (b"{", b""):
+                break
+            for found in _START.finditer(buf):
+                head = _loads(buf[: found.end()].removeprefix(b"\xef\xbb\xbf") + b"]}")
+                if isinstance(head, dict):
+                    self.meta.update({k: v for k, v in head.items() if k != "traceEvents"})
+                    return buf[found.end() :]
+            if len(buf) > LIMIT:
+                break
+        raise BadInput(
+            f"{self._name}: not a trace: no traceEvents array; give a torch-profiler .json or .json.gz"
+        )
+
+    def _take(self, buf: bytes, eof: bool) -> tuple[list[Event], int, bool]:
+        """The events of a prefix of `buf`, the bytes used, and whether the array ended there."""
+        rest = buf.lstrip(_SPACE + b",")
+        if rest[:1] == b"]":
+            return [], len(buf) - len(rest) + 1, True
+        tries = 0
+        for cut, after in _cuts(buf):
+            tries += 1
+            if tries > _TRIES:
+                break
+            try:
+                return self._decode(b"[" + buf[:cut] + b"]"), after, buf[after - 1 : after] == b"]"
+            except msgspec.ValidationError:
+                break  # not the usual types: no other boundary helps
+            except msgspec.DecodeError:
+                continue
+        if not tries and not eof:
+            return [], 0, False
+        return self._take_slowly(buf, eof)
+
+    def _take_slowly(self, buf: bytes, eof: bool) -> tuple[list[Event], int, bool]:
+        """Event by event, whatever they hold: for batches with odd types, invalid UTF-8 or a malformed event."""
+        events: list[Event] = []
+        used, depth, start = 0, 0, 0
+        for token in _TOKEN.finditer(buf):
+            char = token[0][:1]
+            if char == b'"':
+                if len(token[0]) == 1:
+                    break  # a string that ends in a later chunk
+            elif char in b"{[":
+                if depth == 0:
+                    start = token.start()
+                depth += 1
+            elif depth == 0:
+                if char == b"]":
+                    return events, token.end(), True
+                break
+            else:
+                depth -= 1
+                if depth == 0:
+                    used = token.end()
+                    self._append(events, buf[start:used])
+        if used and not eof:
+            # Leave the comma to the next call only once it is there.
+            rest = buf[used:].lstrip(_SPACE)
+            used = len(buf) - len(rest) + (rest[:1] == b",")
+        return events, used, False
+
+    def _append(self, events: list[Event], text: bytes) -> None:
+        raw = _loads(text)
+        if isinstance(raw, dict):
+            events.append(_lenient(raw))
+        else:
+            self.skipped += 1
+
+    def _footer(self, buf: bytes) -> None:
+        for piece in self._pieces:
+            buf += piece
+            if len(buf) > LIMIT:
+                break
+        text = buf.strip(_SPACE + b"\0")
+        tail = _loads(b"{" + text.lstrip(b", \t\r\n")) if text and text != b"}" else {}
+        if isinstance(tail, dict):
+            self.meta.update(tail)
+        else:
+            self.notes.append(f"{len(text)} bytes of garbage after the last event ignored")
+
+
+def _cuts(buf: bytes) -> Iterator[tuple[int, int]]:
+    """(end of an event, end of the `,` or `]` behind it), from the last one backwards."""
+    at = len(buf)
+    while (at := buf.rfind(b"}", 0, at)) >= 0:
+        after = at + 1
+        while buf[after : after + 1] in (b" ", b"\n", b"\t", b"\r"):
+            after += 1
+        if buf[after : after + 1] in (b",", b"]"):
+            yield at + 1, after + 1
+
+
+def _loads(text: bytes) -> Any:
+    """Any JSON, also with invalid UTF-8 or bare NaN; None where it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.MsgspecError:
+        try:
+            return json.loads(text.decode("utf-8", "replace"), strict=False)
+        except (ValueError, RecursionError):
+            return None
+    except RecursionError:
+        return None
+
+
+def _lenient(raw: dict[str, Any]) -> Event:
+    """An Event of whatever types: numbers as text, ids as text or beyond 64 bits, arguments that are no object."""
+    args = raw.get("args")
+    return Event(
+        ph=_text(raw.get("ph")),
+        cat=_text(raw.get("cat")),
+        name=_text(raw.get("name")) or "",
+        pid=_id(raw.get("pid")),
+        tid=_id(raw.get("tid")),
+        ts=_number(raw.get("ts"), float("nan")),
+        dur=_number(raw.get("dur"), 0.0),
+        args=Args(
+            correlation=int(_number(args.get("correlation"), -1)),
+            grid=_dims(args.get("grid")),
+            block=_dims(args.get("block")),
+            stream=int(_number(args["stream"], 0)) if "stream" in args else None,
+            name=_text(args.get("name")),
+            dims=msgspec.Raw(msgspec.json.encode(args["Input Dims"]) if "Input Dims" in args else b""),
+            types=msgspec.Raw(msgspec.json.encode(args["Input type"]) if "Input type" in args else b""),
+        )
+        if isinstance(args, dict)
+        else None,
+    )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) or value is None else str(value)
+
+
+def _id(value: Any) -> int | str:
+    return value if isinstance(value, (int, str)) and not isinstance(value, bool) else str(value)
+
+
+def _number(value: Any, default: float) -> float:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return default
+    return number if abs(number) < float("inf") else default
+
+
+def _dims(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, (list, tuple)) and all(isinstance(v, int) for v in value):
+        return tuple(value)
+    return None

@@ -1,0 +1,299 @@
+"""A trace in memory: what the diagnosis needs of each event, in columns, a rank at a time.
+
+Times are microseconds as in the file. About 36 bytes a kernel: names and launch shapes are interned.
+"""
+
+import math
+import re
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter, gt
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvlab.errors import BadInput
+from kvlab.trace.events import Args, Event, Events
+from kvlab.trace.stream import chunks
+
+Config = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+"""A kernel's launch shape: (grid, block), each None where the trace does not say."""
+
+# Before PyTorch 1.13 the categories were spelled with capitals.
+GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
+OP, FRAME, RUNTIME, NOTE, GPU_NOTE = range(5)
+HOST = {
+    "cpu_op": OP,
+    "Operator": OP,
+    "python_function": FRAME,
+    "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME,
+    "Runtime": RUNTIME,
+    "user_annotation": NOTE,
+    "gpu_user_annotation": GPU_NOTE,
+}
+_RANKED = re.compile(r"\[([A-Za-z]+\d+(?:-[A-Za-z]+\d+)*)\] ?(.*)")
+_FILE_RANK = re.compile(r"(?:^|[-_.])(TP|DP|PP|EP|rank)[-_]?(\d+)", re.IGNORECASE)
+_NONE = Args()
+
+
+@dataclass(slots=True)
+class Kernels:
+    """GPU work of one rank ordered by start: parallel columns; `name` indexes Trace.names, and so on."""
+
+    name: array = field(default_factory=lambda: array("i"))
+    start: array = field(default_factory=lambda: array("d"))
+    dur: array = field(default_factory=lambda: array("d"))
+    track: array = field(default_factory=lambda: array("i"))
+    corr: array = field(default_factory=lambda: array("q"))
+    config: array = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(slots=True)
+class HostEvents:
+    """Operators, Python frames, runtime calls and annotations of one rank, ordered by start."""
+
+    kind: array = field(default_factory=lambda: array("b"))
+    name: array = field(default_factory=lambda: array("i"))
+    start: array = field(default_factory=lambda: array("d"))
+    dur: array = field(default_factory=lambda: array("d"))
+    track: array = field(default_factory=lambda: array("i"))
+    corr: array = field(default_factory=lambda: array("q"))
+    shapes: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """(Input Dims, Input type) of the operators of which the profiler recorded shapes, by index."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(slots=True)
+class Rank:
+    """One GPU's share of a trace."""
+
+    key: str
+    device: str | None
+    kernels: Kernels
+    host: HostEvents
+
+
+@dataclass(slots=True)
+class Trace:
+    """What `read` returns."""
+
+    path: str
+    names: list[str]
+    configs: list[Config]
+    tracks: list[tuple[int | str, int | str]]
+    """(pid, tid) of a stream or thread."""
+    ranks: list[Rank]
+    meta: dict[str, Any]
+    """The file's other keys: deviceProperties, distributedInfo, …"""
+    notes: list[str]
+    """What was odd about the file, a line each."""
+
+    def stream(self, track: int) -> str:
+        """The stream's number as the profiler shows it."""
+        return str(self.tracks[track][1])
+
+
+def read(path: str | Path) -> Trace:
+    """Read a Chrome trace (.json or .json.gz) as torch.profiler writes it; several ranks in one file are kept apart.
+
+    Raises BadInput for what is not a trace. A file that is cut off is read as far as it goes, and a note says so.
+    """
+    return build(chunks(path), str(path))
+
+
+def build(pieces: Iterable[bytes], name: str) -> Trace:
+    """`read` for bytes that are already there; `name` stands for the file in messages."""
+    events = Events(pieces, name)
+    builder = _Builder()
+    for batch in events:
+        builder.add(batch)
+    return builder.finish(name, events.meta, events.notes)
+
+
+class _Ids(dict):
+    """Numbers for values in the order they are first seen."""
+
+    def __missing__(self, value: object) -> int:
+        self[value] = number = len(self)
+        return number
+
+
+_ts, _dur, _name = attrgetter("ts"), attrgetter("dur"), attrgetter("name")
+_track, _config, _corr = attrgetter("pid", "tid"), attrgetter("grid", "block"), attrgetter("correlation")
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.names, self.tracks, self.configs = _Ids(), _Ids(), _Ids()
+        self.kernels, self.host = Kernels(), HostEvents()
+        self.events = 0
+
+    def add(self, batch: list[Event]) -> None:
+        self.events += len(batch)
+        self._add_kernels([e for e in batch if e.cat in GPU])
+        self._add_host([e for e in batch if e.cat in HOST])
+        if bare := [e for e in batch if e.cat is None and e.ph == "X"]:
+            # Tools that rewrite traces drop `cat`: a launch shape or a stream says what ran on the GPU.
+            self._add_kernels([e for e in bare if e.args and (e.args.grid or e.args.stream is not None)])
+
+    def _add_kernels(self, events: list[Event]) -> None:
+        args = [e.args or _NONE for e in events]
+        k = self.kernels
+        k.start.extend(map(_ts, events))
+        k.dur.extend(map(_dur, events))
+        k.name.extend(map(self.names.__getitem__, map(_name, events)))
+        k.track.extend(map(self.tracks.__getitem__, map(_track, events)))
+        k.corr.extend(_int64(list(map(_corr, args))))
+        k.config.extend(map(self.configs.__getitem__, map(_config, args)))
+
+    def _add_host(self, events: list[Event]) -> None:
+        h = self.host
+        first = len(h)
+        args = [e.args or _NONE for e in events]
+        h.start.extend(map(_ts, events))
+        h.dur.extend(map(_dur, events))
+        h.kind.extend([HOST[e.cat] for e in events])  # type: ignore[index]
+        h.name.extend(map(self.names.__getitem__, map(_name, events)))
+        h.track.extend(map(self.tracks.__getitem__, map(_track, events)))
+        h.corr.extend(_int64(list(map(_corr, args))))
+        for i, a in enumerate(args):
+            # Shapes matter for the casts alone; those of every operator would not fit a bounded memory.
+            if len(a.dims) and events[i].name in _COPIES:
+                h.shapes[first + i] = (_plain(a.dims), _plain(a.types))
+
+    def finish(self, name: str, meta: dict[str, Any], notes: list[str]) -> Trace:
+        if not self.events:
+            notes.append("the traceEvents array is empty")
+        tracks = list(self.tracks)
+        kernels, dropped = _clean(self.kernels)
+        host, more = _clean(self.host)
+        if dropped + more:
+            notes.append(f"{dropped + more} events without a usable time left out")
+        labels = _labels(tracks, kernels, host, meta, name)
+        ranks = []
+        for key in sorted(set(labels.gpu.values()) or set(labels.host.values()), key=_natural):
+            mine = _select(kernels, [t for t, k in labels.gpu.items() if k == key])
+            theirs = _select(host, [t for t, k in labels.host.items() if k in (key, None)])
+            ranks.append(Rank(key, _device(tracks, mine, meta), mine, theirs))
+        return Trace(name, list(self.names), list(self.configs), tracks, ranks, meta, notes)
+
+
+_COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::to"})
+
+
+def _plain(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+
+
+def _int64(values: list[int]) -> array:
+    try:
+        return array("q", values)
+    except (OverflowError, TypeError):
+        # uint64 and beyond: an id only has to stay the same on both sides.
+        return array("q", [((int(v) + (1 << 63)) % (1 << 64)) - (1 << 63) for v in values])
+
+
+def _clean(columns: Any) -> tuple[Any, int]:
+    """Columns ordered by start, without events that have no time; negative durations count as none."""
+    start, dur = columns.start, columns.dur
+    timeless = any(map(math.isnan, start)) or any(map(math.isnan, dur))
+    dropped = 0
+    if timeless or any(map(gt, start, memoryview(start)[1:])):
+        order = [i for i in range(len(start)) if not (math.isnan(start[i]) or math.isnan(dur[i]))]
+        dropped = len(start) - len(order)
+        order.sort(key=start.__getitem__)
+        columns = _take(columns, order)
+    if len(columns) and min(columns.dur) < 0:
+        columns.dur = array("d", [max(d, 0.0) for d in columns.dur])
+    return columns, dropped
+
+
+def _take(columns: Any, order: list[int]) -> Any:
+    taken = type(columns)()
+    for column in taken.__slots__:
+        old = getattr(columns, column)
+        if isinstance(old, array):
+            setattr(taken, column, array(old.typecode, map(old.__getitem__, order)))
+        else:
+            new = {i: j for j, i in enumerate(order) if i in old}
+            taken.shapes = {new[i]: shape for i, shape in old.items() if i in new}
+    return taken
+
+
+def _select(columns: Any, tracks: list[int]) -> Any:
+    wanted = set(tracks)
+    if wanted.issuperset(columns.track):
+        return columns
+    return _take(columns, [i for i, t in enumerate(columns.track) if t in wanted])
+
+
+@dataclass(slots=True)
+class _Labels:
+    gpu: dict[int, str]
+    host: dict[int, str | None]
+    """None: a process that drives several GPUs, so its events belong to each."""
+
+
+def _labels(
+    tracks: list[tuple[int | str, int | str]],
+    kernels: Kernels,
+    host: HostEvents,
+    meta: dict[str, Any],
+    path: str,
+) -> _Labels:
+    """Which rank a track belongs to. SGLang's merged traces put `[TP00-DP01]` before every pid."""
+    gpu, hosts = sorted(set(kernels.track)), sorted(set(host.track))
+    own = _own_rank(meta, path)
+    devices = {tracks[t][0] for t in gpu if not _label(tracks[t][0])}
+    several = len(devices) > 1
+    return _Labels(
+        {t: _label(tracks[t][0]) or (f"GPU {tracks[t][0]}" if several else own) for t in gpu},
+        {t: _label(tracks[t][0]) or (None if several else own) for t in hosts},
+    )
+
+
+def _label(pid: int | str) -> str | None:
+    found = _RANKED.match(pid) if isinstance(pid, str) else None
+    return found[1] if found else None
+
+
+def _own_rank(meta: dict[str, Any], path: str) -> str:
+    info = meta.get("distributedInfo")
+    if isinstance(info, dict) and isinstance(info.get("rank"), int) and info.get("world_size", 2) != 1:
+        return f"rank {info['rank']}"
+    if found := _FILE_RANK.findall(Path(path).name):
+        return "-".join(f"{kind.upper()}{int(number):02d}" for kind, number in found)
+    return "rank 0"
+
+
+def _natural(key: str | None) -> list[tuple[int, str]]:
+    return [(int(n), "") if n else (-1, w) for n, w in re.findall(r"(\d+)|(\D+)", key or "")]
+
+
+def _device(tracks: list[tuple[int | str, int | str]], kernels: Kernels, meta: dict[str, Any]) -> str | None:
+    """The GPU's name from deviceProperties, None where the file does not say or names several kinds."""
+    found = [p for p in meta.get("deviceProperties") or [] if isinstance(p, dict) and p.get("name")]
+    pid = str(tracks[kernels.track[0]][0]) if len(kernels) else ""
+    mine = [p["name"] for p in found if str(p.get("id")) == pid.rpartition(" ")[2]]
+    kinds = set(mine) if len(set(mine)) == 1 else {p["name"] for p in found}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def check_not_empty(trace: Trace) -> None:
+    """Raise BadInput where there is no GPU work to explain."""
+    if not any(len(r.kernels) for r in trace.ranks):
+        host = sum(len(r.host) for r in trace.ranks)
+        raise BadInput(
+            f"{trace.path}: no GPU kernels ({host} host events); record with the profiler's CUDA activity (GPU)"
+        )
