@@ -1,5 +1,4 @@
-"""A rank without its weights: a folder that SGLang serves with `--load-format dummy`, and seeded weights for
-it.
+"""A rank without its weights: a folder that SGLang serves with `--load-format dummy`, and seeded weights.
 
 The folder has the shape of one tensor-parallel rank, so that one card does one rank's work: the heads, the
 widths of the dense and expert MLPs and the vocabulary are divided by TP, the latent cache is not, and only a
