@@ -22,8 +22,8 @@ def graph_us(
 ) -> float:
     """Median over `replays` of one graph that holds all `calls`, in microseconds a call.
 
-    `flush` runs before each replay, outside the timed part. For a cold figure let each call read other memory, as
-    the layers of a model do; one graph of many calls keeps the events' own cost out.
+    `flush` runs before each replay, outside the timed part. For a cold figure let each call read other
+    memory, as the layers of a model do; one graph of many calls keeps the events' own cost out.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

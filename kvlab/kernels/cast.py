@@ -74,7 +74,8 @@ def tuning(device: torch.device, *, paged: bool) -> Tuning:
     return Tuning(lanes=512, unit=8, warps=8, grid=8, native=capability >= 89)
 
 
-@triton.jit
+# What changes with a batch must not make a new kernel: none of it is specialised on.
+@triton.jit(do_not_specialize=["table_stride", "num_slots", "batch", "limit"])
 def _cast(
     rows,
     out,

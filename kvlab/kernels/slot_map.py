@@ -11,6 +11,8 @@ from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import described, expect
 
 _NEVER = 2**31 - 1
+# What changes with a batch must not make a new kernel: none of it is specialised on.
+_RUNTIME = ["table_stride", "new_stride", "batch", "limit", "page_size", "units", "room"]
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def _entries(
     return entry, place, valid, valid & (entry >= 0) & (entry < units), used
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def _mark(
     table,
     bounds,
@@ -84,7 +86,7 @@ def _mark(
             tl.atomic_max(filled + entry, used, mask=named, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def _count(
     table,
     bounds,
@@ -112,7 +114,7 @@ def _count(
     tl.store(partial + tl.program_id(0), tl.sum(found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def _rank(
     table,
     bounds,
@@ -160,7 +162,7 @@ def _rank(
             tl.store(overflow, base)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUNTIME)
 def _renumber(
     table,
     bounds,

@@ -1,1 +1,1 @@
-"""`kvlab bench NAME`, a module a name. Each has `register(bench)`; heavy imports stay inside the functions."""
+"""`kvlab bench NAME`, a module a name. Each has `register(bench)`; heavy imports stay inside functions."""

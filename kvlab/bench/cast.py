@@ -1,0 +1,256 @@
+"""What does casting the active slots cost, beside stock's cast of the whole pool and a bare copy?"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvlab.bench.copies import stream
+from kvlab.bench.results import CastRun, Copy, Cut, MapTiming, Replay, Shape, Timing
+from kvlab.bench.timing import flusher, graph_us, replay_us
+from kvlab.errors import BadInput
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.cast import Tuning, gather_cast, map_workspace, shadow_cast, slot_map, tuning
+from kvlab.provenance import collect
+
+FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SLOTS = (100, 1_000, 10_000, 100_000, 131_072)
+REPLAY_TOKENS = (0, 100, 1_000, 10_000, 50_000, 100_000, 200_000, 400_000)
+
+
+class _Bench:
+    """The pools of a model's layers, one buffer that they share, and calls over them."""
+
+    def __init__(self, pool: int, width: int, layers: int, kv_dtype: str, dtype: str) -> None:
+        self.device = torch.device("cuda")
+        self.slots, self.width = pool, width
+        raw = torch.randint(0, 256, (layers, pool, 1, width), dtype=torch.uint8, device=self.device)
+        self.rows = [layer.view(FORMATS[kv_dtype]) for layer in raw]
+        self.out = torch.zeros(pool, 1, width, dtype=DTYPES[dtype], device=self.device)
+        self.flush = flusher(self.device)
+
+    def bytes(self, slots: int) -> int:
+        return slots * (3 * self.width + 4)
+
+    def active(self, slots: int, order: str) -> ActiveSlots:
+        drawn = torch.randperm(self.slots, device=self.device) if order == "random" else None
+        indices = torch.arange(self.slots, device=self.device) if drawn is None else drawn
+        indptr = torch.tensor([0, slots], dtype=torch.int32, device=self.device)
+        return ActiveSlots.ragged(indices[:slots].to(torch.int32).contiguous(), indptr)
+
+    def time(self, call: Callable[[torch.Tensor], object], *, replays: int = 11) -> tuple[float, float]:
+        """(warm, cold): a graph over one layer many times, and over all layers once after a flush."""
+        warm = graph_us([lambda: call(self.rows[0])] * min(len(self.rows), 20), replays=replays)
+        cold = graph_us(
+            [lambda r=r: call(r) for r in self.rows], flush=self.flush, replays=replays, warm_up=1
+        )
+        return warm, cold
+
+    def expected(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        raw = self.rows[layer].view(torch.uint8)[slots].view(self.rows[layer].dtype)
+        return raw.to(self.out.dtype).view(torch.int16)
+
+    def timed(self, slots: int, call: Callable[[torch.Tensor], object], exact: bool) -> Timing:
+        if not exact:
+            return Timing(warm_us=None, cold_us=None, exact=False)
+        warm, cold = self.time(call)
+        return Timing(warm_us=warm, cold_us=cold, exact=True, tb_s=self.bytes(slots) / cold / 1e6)
+
+    def shape(self, slots: int, order: str, copy_tb_s: float, stock: Timing) -> Shape:
+        active = self.active(slots, order)
+        at = active.table.long()
+        results = {"stock": stock}
+
+        self.out.view(torch.int16).fill_(_SENTINEL)
+        shadow_cast(self.rows[1], self.out, active)
+        got = self.out.view(torch.int16)
+        others = torch.ones(self.slots, dtype=torch.bool, device=self.device)
+        others[at] = False
+        exact = bool((got[at] == self.expected(1, at)).all() and (got[others] == _SENTINEL).all())
+        results["shadow"] = self.timed(slots, lambda r: shadow_cast(r, self.out, active), exact)
+
+        for page_size in (1, 64):
+            if page_size == 64 and order == "random":
+                continue
+            tables = self.paged(active, page_size)
+            self.out.view(torch.int16).fill_(_SENTINEL)
+            shadow_cast(self.rows[1], self.out, tables)
+            exact = bool((got[at] == self.expected(1, at)).all() and (got[others] == _SENTINEL).all())
+            results[f"shadow_paged_{page_size}"] = self.timed(
+                slots, lambda r, t=tables: shadow_cast(r, self.out, t), exact
+            )
+
+        workspace = map_workspace(active, self.slots)
+        found = slot_map(active, self.slots, workspace)
+        self.out.view(torch.int16).fill_(_SENTINEL)
+        gather_cast(self.rows[1], self.out, found)
+        new = found.new_indices[:slots].long()
+        exact = bool((got[new] == self.expected(1, at)).all() and (got[slots:] == _SENTINEL).all())
+        results["gather"] = self.timed(slots, lambda r: gather_cast(r, self.out, found), exact)
+
+        dtype = self.out.dtype
+        naive = graph_us(
+            [lambda r=r: r.view(torch.uint8)[at].view(r.dtype).to(dtype) for r in self.rows[:8]],
+            flush=self.flush,
+            replays=5,
+        )
+        results["torch_index"] = Timing(
+            warm_us=None, cold_us=naive, exact=True, tb_s=self.bytes(slots) / naive / 1e6
+        )
+        return Shape(
+            slots=slots,
+            order=order,
+            bytes=self.bytes(slots),
+            limit_us=self.bytes(slots) / copy_tb_s / 1e6,
+            results=results,
+        )
+
+    def paged(self, active: ActiveSlots, page_size: int) -> ActiveSlots:
+        """The same slots as one request's page table."""
+        pages = active.table[::page_size] // page_size
+        n = active.table.numel()
+        return ActiveSlots.paged(
+            pages[None].contiguous(), torch.tensor([n], dtype=torch.int32, device=self.device), page_size
+        )
+
+    def copies(self) -> list[Copy]:
+        """Over one layer: the copy of torch, our best cut, and one that writes twice what it reads."""
+        one = self.rows[0].numel()
+        same, twice = self.out.view(torch.uint8).view(-1)[:one], self.out.view(torch.uint8)
+        cuts = [
+            {"block": block, "warps": warps, "grid": grid}
+            for block, warps, grid in ((1024, 8, 8), (2048, 8, 8), (1024, 4, 16), (2048, 8, 4))
+        ]
+        tried = {
+            ("torch copy", 1): [lambda r: same.copy_(r.view(torch.uint8).view(-1))],
+            ("copy", 1): [lambda r, c=c: stream(r.view(torch.uint8), same, **c) for c in cuts],
+            ("copy to twice the bytes", 2): [
+                lambda r, c=c: stream(r.view(torch.uint8), twice, **c) for c in cuts
+            ],
+        }
+        found = []
+        for (name, growth), calls in tried.items():
+            us = min(
+                graph_us([lambda r=r, c=c: c(r) for r in self.rows[:8]], flush=self.flush, replays=5)
+                for c in calls
+            )
+            size = one * (1 + growth)
+            found.append(Copy(name=name, growth=growth, bytes=size, us=us, tb_s=size / us / 1e6))
+        return found
+
+    def maps(self, tokens: Sequence[int]) -> list[MapTiming]:
+        """`slot_map` of two requests that share half of their slots."""
+        found = []
+        for n in tokens:
+            half = torch.randperm(self.slots, device=self.device, dtype=torch.int32)[: n // 2]
+            indptr = torch.tensor([0, n // 2, 2 * (n // 2)], dtype=torch.int32, device=self.device)
+            active = ActiveSlots.ragged(torch.cat([half, half]), indptr)
+            ws = map_workspace(active, self.slots)
+            us = graph_us([lambda a=active, w=ws: slot_map(a, self.slots, w)] * 10)
+            found.append(MapTiming(tokens=n, distinct=ws.count.item(), us=us))
+        return found
+
+    def replays(self, tokens: Sequence[int]) -> list[Replay]:
+        """One graph, captured once at full capacity; only the lengths change."""
+        active = self.active(self.slots, "random")
+        graph = torch.cuda.CUDAGraph()
+        shadow_cast(self.rows[0], self.out, active)
+        with torch.cuda.graph(graph):
+            for r in self.rows:
+                shadow_cast(r, self.out, active)
+        found = []
+        for n in tokens:
+            active.bounds[1] = min(n, self.slots)
+            us = replay_us(graph, flush=self.flush, replays=7) / len(self.rows)
+            found.append(Replay(tokens=min(n, self.slots), us=us))
+        return found
+
+    def sweep(self, cuts: Sequence[Tuning], slots: Sequence[int]) -> list[Cut]:
+        """Each cut at each size, slots in random order, L2 flushed."""
+        found = []
+        for cut in cuts:
+            us = {}
+            for n in slots:
+                active = self.active(n, "random")
+                calls = [lambda r=r, c=cut, a=active: shadow_cast(r, self.out, a, cut=c) for r in self.rows]
+                us[str(n)] = graph_us(calls, flush=self.flush, replays=5, warm_up=1)
+            fields = {f: getattr(cut, f) for f in ("lanes", "unit", "warps", "grid", "native", "evict")}
+            found.append(Cut(**fields, us=us))
+        return found
+
+
+# No FP8 code widens to this pattern.
+_SENTINEL = 0x5A5B
+
+
+def measure(
+    *,
+    pool: int = 495_552,
+    width: int = 576,
+    layers: int = 78,
+    kv_dtype: str = "fp8_e4m3",
+    dtype: str = "bf16",
+    cuts: Sequence[Tuning] = (),
+) -> CastRun:
+    """Measure on this host's GPU. `layers` pools of `pool` slots are allocated, 22 GB for 78 of 495,552.
+
+    `cuts`: variants to sweep besides. Raises BadInput without a GPU or where the pools do not fit.
+    """
+    if not torch.cuda.is_available():
+        raise BadInput("bench cast: no CUDA device here; --recorded prints the newest recorded run")
+    need, (free, _) = pool * width * (layers + 5), torch.cuda.mem_get_info()
+    if need > free:
+        raise BadInput(f"--layers: {layers} layers need {need} bytes, {free} are free on this GPU; use fewer")
+    bench = _Bench(pool, width, layers, kv_dtype, dtype)
+    copies = bench.copies()
+    best = max(c.tb_s for c in copies)
+    wide = DTYPES[dtype]
+    stock_calls = [lambda r=r: r.to(wide) for r in bench.rows[:4]]
+    stock = Timing(
+        warm_us=graph_us([stock_calls[0]] * 4, replays=5),
+        cold_us=(us := graph_us(stock_calls, flush=bench.flush, replays=5)),
+        exact=True,
+        tb_s=bench.bytes(pool) / us / 1e6,
+    )
+    sizes = [n for n in (*SLOTS, pool) if n <= pool]
+    shapes = [bench.shape(n, order, best, stock) for n in sizes for order in ("random", "sequential")]
+    properties = torch.cuda.get_device_properties(bench.device)
+    return CastRun(
+        provenance=collect(),
+        gpu=properties.name,
+        l2_bytes=properties.L2_cache_size,
+        layers=layers,
+        pool_slots=pool,
+        row_bytes=width,
+        kv_dtype=kv_dtype,
+        dtype=dtype,
+        copies=copies,
+        shapes=shapes,
+        maps=bench.maps([n for n in (1_000, 10_000, 100_000) if n <= pool]),
+        replays=bench.replays([n for n in REPLAY_TOKENS if n <= pool]),
+        sweep=bench.sweep(cuts, [n for n in (1_000, 10_000, 131_072) if n <= pool]) if cuts else [],
+    )
+
+
+def candidates() -> list[Tuning]:
+    """The variants that the recorded sweep compared."""
+    shipped = tuning(torch.device("cuda"), paged=False)
+    found = [shipped]
+    for native in (True, False):
+        for unit, lanes, warps, grid in (
+            (8, 256, 8, 8),
+            (8, 512, 8, 8),
+            (8, 512, 4, 16),
+            (8, 256, 4, 16),
+            (8, 1024, 8, 8),
+            (8, 1024, 4, 16),
+            (8, 1024, 8, 4),
+            (16, 256, 8, 8),
+            (16, 512, 8, 8),
+            (16, 256, 4, 16),
+        ):
+            found.append(Tuning(lanes, unit, warps, grid, native))
+    found += [Tuning(512, 8, 8, 8, True, e) for e in ("evict_first", "evict_last")]
+    found += [Tuning(512, 8, 8, 6, True), Tuning(512, 8, 4, 8, True)]
+    found += [Tuning(256, 8, 4, 8, True), Tuning(2048, 8, 8, 4, True)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,96 @@
+"""`kvlab bench cast`."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvlab.bench.cast import CastRun
+
+
+def register(bench: typer.Typer) -> None:
+    bench.command("cast")(cast)
+
+
+def cast(
+    recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
+    pool: Annotated[int, typer.Option(help="Slots of a layer's pool.", min=1)] = 495_552,
+    layers: Annotated[int, typer.Option(help="Layers, each with a pool of its own.", min=2)] = 78,
+    kv_dtype: Annotated[str, typer.Option(help="fp8_e4m3 or fp8_e5m2.")] = "fp8_e4m3",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    sweep: Annotated[bool, typer.Option("--sweep", help="Time the kernel's variants too.")] = False,
+) -> None:
+    """The cast of the active slots beside stock's cast of the whole pool: exactness, time, bandwidth."""
+    import msgspec
+
+    from kvlab.errors import BadInput
+
+    if recorded:
+        from kvlab.bench.recorded import newest
+        from kvlab.bench.results import CastRun
+
+        run = newest("cast.json", CastRun)[1]
+    else:
+        for name, value, known in (
+            ("--kv-dtype", kv_dtype, ("fp8_e4m3", "fp8_e5m2")),
+            ("--dtype", dtype, ("bf16", "fp16")),
+        ):
+            if value not in known:
+                raise BadInput(f"{name}: expected {' or '.join(known)}, got {value!r}")
+        run = _measure(pool, layers, kv_dtype, dtype, sweep)
+    if json:
+        typer.echo(msgspec.json.encode(run).decode())
+    else:
+        _show(run)
+
+
+def _measure(pool: int, layers: int, kv_dtype: str, dtype: str, sweep: bool) -> "CastRun":
+    from kvlab.errors import BadInput
+
+    try:
+        from kvlab.bench import cast as bench
+    except ModuleNotFoundError as e:
+        raise BadInput(f"bench cast: needs {e.name}; install it, or use --recorded") from None
+    cuts = bench.candidates() if sweep else ()
+    return bench.measure(pool=pool, layers=layers, kv_dtype=kv_dtype, dtype=dtype, cuts=cuts)
+
+
+def _show(run: "CastRun") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def number(value: float | None, digits: int = 1) -> str:
+        return "wrong" if value is None else f"{value:,.{digits}f}"
+
+    out = Console(width=110)
+    out.print(
+        f"{run.gpu}, {run.layers} layers of {run.pool_slots:,} slots x {run.row_bytes} B, "
+        f"{run.kv_dtype} to {run.dtype}; {run.provenance.date}"
+    )
+    for c in run.copies:
+        out.print(f"  {c.name}: {c.bytes / 1e6:,.1f} MB in {c.us:,.1f} us = {c.tb_s:.2f} TB/s")
+    table = Table(title="us a layer (L2 flushed; warm in brackets)")
+    for column in ("slots", "order", "limit", "what", "us", "warm", "TB/s", "x of stock"):
+        table.add_column(column, justify="left" if column in ("order", "what") else "right")
+    for shape in run.shapes:
+        stock = shape.results["stock"].cold_us
+        for name, t in shape.results.items():
+            ratio = number(t.cold_us / stock, 4) if t.cold_us and stock else ""
+            bandwidth = "" if t.tb_s is None else number(t.tb_s, 2)
+            warm = number(t.warm_us, 2) if t.warm_us or not t.exact else ""
+            table.add_row(
+                f"{shape.slots:,}",
+                shape.order,
+                number(shape.limit_us, 2),
+                name,
+                number(t.cold_us, 2),
+                warm,
+                bandwidth,
+                ratio,
+            )
+    out.print(table)
+    for m in run.maps:
+        out.print(f"  slot_map, once a step: {m.tokens:,} tokens, {m.distinct:,} distinct: {m.us:.1f} us")
+    for r in run.replays:
+        out.print(f"  one graph replayed with {r.tokens:,} tokens: {r.us:.2f} us a layer")

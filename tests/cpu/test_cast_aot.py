@@ -1,0 +1,112 @@
+"""The cast kernels compiled ahead of time for chips that are not here, and held to each chip's limits."""
+
+import itertools
+
+import pytest
+
+from kvlab.kernels.aot import CAPABILITIES, Resources, Spec, report
+
+LAYER = {
+    "table": "*i32",
+    "bounds": "*i32",
+    "filled": "*i32",
+    "row_stride": "i32",
+    "out_stride": "i32",
+    "table_stride": "i32",
+    "num_slots": "i32",
+    "batch": "i32",
+    "limit": "i32",
+}
+ALIGNED = ["rows", "out", "table", "row_stride", "out_stride"]
+
+
+def cast_spec(
+    name: str, *, fmt: str = "e4m3", wide: str = "bf16", native: bool, unit: int = 8, **changed
+) -> Spec:
+    fp8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
+    constexprs = {
+        "UNITS": 576 // unit,
+        "UNIT": unit,
+        "LANES": 512,
+        "PAGE_SIZE": 1,
+        "BATCH": 0,
+        "FILLED": False,
+        "COMPACT": False,
+        "E5M2": fmt == "e5m2",
+        "BF16": wide == "bf16",
+        "NATIVE": native,
+        "EVICT": "",
+    }
+    return Spec(
+        name=f"{name} {fmt} {wide} {'native' if native else 'bytes'}",
+        kernel="kvlab.kernels.cast:_cast",
+        signature={"rows": fp8 if native else "*u8", "out": f"*{wide}"} | LAYER,
+        constexprs=constexprs | changed,
+        divisible=ALIGNED,
+        num_warps=8,
+    )
+
+
+def map_specs(batch: int) -> list[Spec]:
+    ints = dict.fromkeys(
+        ("table_stride", "new_stride", "batch", "limit", "page_size", "units", "room"), "i32"
+    )
+    pointers = dict.fromkeys(("table", "bounds", "first", "filled", "partial", "rank", "slots", "slots_filled", "count", "overflow", "new_indices"), "*i32")  # fmt: skip
+    arguments = {
+        "_mark": "table bounds first filled table_stride batch limit page_size units",
+        "_count": "table bounds first partial table_stride batch limit page_size units",
+        "_rank": "table bounds first partial rank filled slots slots_filled count overflow "
+        "table_stride batch limit page_size units room",
+        "_renumber": "table bounds first rank filled new_indices table_stride new_stride batch limit "
+        "page_size units",
+    }
+    extra = {"_rank": {"PROGRAMS": 128}, "_renumber": {"NEVER": 2**31 - 1}}
+    return [
+        Spec(
+            name=f"{kernel} {'paged' if batch else 'ragged'}",
+            kernel=f"kvlab.kernels.slot_map:{kernel}",
+            signature={a: (pointers | ints)[a] for a in names.split()},
+            constexprs={"BATCH": batch, "LANES": 256} | extra.get(kernel, {}),
+            divisible=[a for a in names.split() if a in pointers],
+            num_warps=8,
+        )
+        for kernel, names in arguments.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, int], Resources]:
+    every = [
+        cast_spec("shadow", fmt=f, wide=w, native=n)
+        for f, w, n in itertools.product(("e4m3", "e5m2"), ("bf16", "fp16"), (True, False))
+    ]
+    every += [cast_spec("paged", native=n, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
+    every += [cast_spec("gather", native=n, COMPACT=True, FILLED=True, PAGE_SIZE=64) for n in (True, False)]
+    every += map_specs(0) + map_specs(128)
+    return {(r.name, r.capability): r for r in report(every)}
+
+
+def test_every_kernel_fits_every_chip(compiled):
+    assert len({c for _, c in compiled}) == len(CAPABILITIES) == 5
+    for (name, capability), found in compiled.items():
+        if capability == 80 and name.endswith("native"):
+            continue
+        assert found.exceeds() == [], f"{name} on sm_{capability}"
+        assert found.registers > 0
+        assert found.stack == 0
+
+
+def test_sm80_has_no_e4m3_and_is_served_by_bytes(compiled):
+    """Why there are two ways: what tuning() chooses for SM80 is the one that compiles there."""
+    assert "fp8e4nv not supported" in compiled["shadow e4m3 bf16 native", 80].error
+    assert compiled["shadow e4m3 bf16 bytes", 80].exceeds() == []
+
+
+def test_a_limit_that_is_broken_is_named():
+    fits = Resources(name="k", capability=120, threads=256, registers=64, shared=90 << 10)
+    assert fits.exceeds() == []
+    big = Resources(name="k", capability=120, threads=512, registers=168, shared=120 << 10, spill_stores=8)
+    words = "; ".join(big.exceeds())
+    assert "shared memory 122880 B of 101376 B" in words
+    assert "168 registers x 512 threads" in words
+    assert "spills 8 B out and 0 B in" in words

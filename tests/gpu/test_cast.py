@@ -1,0 +1,191 @@
+"""The cast on a GPU: every code bit for bit as `tensor.to()`, real pool sizes, replayed graphs."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from cast_checks import check_gather, check_shadow
+from kernel_inputs import (
+    FORMATS,
+    UNTOUCHED,
+    WIDE,
+    Case,
+    paged_case,
+    ragged_case,
+    random_pool,
+    untouched,
+)
+
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.cast import Tuning, gather_cast, map_workspace, shadow_cast, slot_map
+
+ROW = 576
+
+
+def cuts() -> list[Tuning]:
+    """Both ways to widen, both widths of access."""
+    return [Tuning(256, unit, 8, 8, native) for native in (True, False) for unit in (8, 16)]
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [*itertools.product(FORMATS, WIDE)])
+def test_every_code_is_bit_identical_to_stock(fmt, dtype, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(9).view(4, ROW).view(fmt)
+    active = ActiveSlots.ragged(
+        torch.arange(4, dtype=torch.int32, device=device),
+        torch.tensor([0, 4], dtype=torch.int32, device=device),
+    )
+    for cut in [None, *cuts()]:
+        check_shadow(codes, Case(active, 4), dtype, cut=cut)
+    check_gather(codes, Case(active, 4), dtype, steps=1)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_reduced_ragged(index_dtype, device):
+    """Small enough for compute-sanitizer."""
+    case = ragged_case([70, 0, 33], num_slots=61, seed=1, index_dtype=index_dtype, holes=True, device=device)
+    rows = random_pool(61, ROW, torch.float8_e4m3fn, seed=2, device=device, padding=64)
+    check_shadow(rows, case, torch.bfloat16)
+    check_gather(rows, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
+def test_reduced_paged(page_size, device):
+    slots = 5 * page_size + page_size // 2
+    case = paged_case([130, 0, 7], page_size, num_slots=slots, seed=page_size, holes=True, device=device)
+    rows = random_pool(slots, ROW, torch.float8_e5m2, seed=3, device=device)
+    check_shadow(rows, case, torch.float16)
+    check_gather(rows, case, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def huge(device):
+    """A real pool past both limits of 32-bit offsets: 3.9 million slots, 2.2 GB of FP8 and 4.5 GB of BF16."""
+    slots = 3_900_000
+    need = slots * ROW * 5
+    if torch.cuda.mem_get_info()[0] < need:
+        pytest.skip(f"needs {need} bytes of GPU memory free")
+    rows = torch.randint(0, 256, (slots, 1, ROW), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    return rows, untouched(slots, 1, ROW, dtype=torch.bfloat16, device=device)
+
+
+def wide_bits(rows: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.view(torch.uint8)[slots].view(rows.dtype).to(dtype).view(torch.int16)
+
+
+def test_offsets_past_32_bits(huge):
+    rows, shadow = huge
+    far = [0, 1_864_135, 1_864_136, 3_728_270, 3_728_271, rows.shape[0] - 2, rows.shape[0] - 1]
+    slots = torch.tensor(far, device=rows.device)
+    indptr = torch.tensor([0, len(far)], dtype=torch.int32, device=rows.device)
+    active = ActiveSlots.ragged(slots.to(torch.int32), indptr)
+    shadow_cast(rows, shadow, active)
+    assert torch.equal(shadow.view(torch.int16)[slots], wide_bits(rows, slots, torch.bfloat16))
+    written = (shadow.view(torch.int16) != UNTOUCHED).any(dim=-1).nonzero()[:, 0]
+    assert written.tolist() == far
+
+    pages = torch.tensor([[rows.shape[0] // 64 - 1, 58_253]], dtype=torch.int32, device=rows.device)
+    paged = ActiveSlots.paged(pages, torch.tensor([100], dtype=torch.int32, device=rows.device), 64)
+    shadow.view(torch.int16).fill_(UNTOUCHED)
+    shadow_cast(rows, shadow, paged)
+    slots = paged.distinct(rows.shape[0])
+    assert torch.equal(shadow.view(torch.int16)[slots], wide_bits(rows, slots, torch.bfloat16))
+    assert (shadow.view(torch.int16) != UNTOUCHED).any(dim=-1).sum() == 100
+
+
+def test_gather_from_and_to_past_32_bits(huge):
+    """Compact rows past 1.86 million, from a pool past 3.73 million."""
+    rows, compact = huge
+    n = 1_900_000
+    slots = torch.randperm(rows.shape[0], device=rows.device)[:n]
+    indptr = torch.tensor([0, n // 2, n], dtype=torch.int32, device=rows.device)
+    active = ActiveSlots.ragged(slots.to(torch.int32), indptr)
+    found = slot_map(active, rows.shape[0])
+    assert found.count.item() == n
+    assert torch.equal(found.new_indices, torch.arange(n, dtype=torch.int32, device=rows.device))
+    gather_cast(rows, compact[:n], found)
+    for part, got in zip(slots.split(100_000), compact.view(torch.int16).split(100_000), strict=False):
+        assert torch.equal(got, wide_bits(rows, part, torch.bfloat16))
+
+
+def test_layers_that_are_slices_of_one_pool(device):
+    pool = torch.randint(0, 256, (500, 3, ROW), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    case = ragged_case([300, 200], num_slots=500, seed=7, device=device)
+    for layer in range(3):
+        check_shadow(pool[:, layer], case, torch.bfloat16)
+        check_gather(pool[:, layer : layer + 1], case, torch.bfloat16, steps=1)
+
+
+def test_a_shared_prefix_is_cast_once(device):
+    requests, shared, own, slots = 64, 2048, 100, 20_000
+    drawn = torch.randperm(slots, device=device, dtype=torch.int32)
+    prefix, rest = drawn[:shared], drawn[shared : shared + requests * own].view(requests, own)
+    indices = torch.cat([torch.cat([prefix, r]) for r in rest])
+    indptr = torch.arange(requests + 1, dtype=torch.int32, device=device) * (shared + own)
+    active = ActiveSlots.ragged(indices, indptr)
+    found = slot_map(active, slots)
+    assert found.count.item() == shared + requests * own
+    assert found.rows == slots < active.capacity
+    check_gather(random_pool(slots, ROW, FORMATS[0], seed=1, device=device), Case(active, slots), WIDE[0])
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_one_graph_serves_every_length(page_size, device):
+    """200 replays, lengths drawn anew each time: requests of length 0, padded entries (slot 0)."""
+    slots, batch, longest = 20_480, 16, 600
+    rows = random_pool(slots, ROW, torch.float8_e4m3fn, seed=1, device=device)
+    shadow = untouched(slots, 1, ROW, dtype=torch.bfloat16, device=device)
+    if page_size:
+        pages = -(-longest // page_size)
+        table = torch.full((batch, pages), -1, dtype=torch.int32, device=device)
+        active = ActiveSlots.paged(table, torch.zeros(batch, dtype=torch.int32, device=device), page_size)
+    else:
+        table = torch.zeros(batch * longest, dtype=torch.int32, device=device)
+        active = ActiveSlots.ragged(table, torch.zeros(batch + 1, dtype=torch.int32, device=device))
+    workspace = map_workspace(active, slots)
+    compact = untouched(workspace.rows, 1, ROW, dtype=torch.bfloat16, device=device)
+
+    def step() -> None:
+        shadow_cast(rows, shadow, active)
+        gather_cast(rows, compact, slot_map(active, slots, workspace))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    draw = random.Random(5)
+    for _ in range(200):
+        live = draw.randint(0, batch)
+        lengths = [draw.choice([0, 1, draw.randint(1, longest), longest]) for _ in range(live)]
+        lengths += [draw.choice([0, 1])] * (batch - live)
+        case = fill(active, lengths, live, slots, draw.randint(0, 10**6))
+        shadow.view(torch.int16).fill_(UNTOUCHED)
+        compact.view(torch.int16).fill_(UNTOUCHED)
+        graph.replay()
+
+        used = case.distinct(slots)
+        expected = torch.full_like(shadow.view(torch.int16), UNTOUCHED)
+        expected[used] = wide_bits(rows, used, torch.bfloat16)
+        assert torch.equal(shadow.view(torch.int16), expected)
+        old = torch.cat(case.slots())
+        moved = ActiveSlots(workspace.new_indices, active.bounds, active.page_size, active.is_paged)
+        new = torch.cat(moved.slots())
+        assert torch.equal(compact.view(torch.int16)[new], expected[old])
+        assert (compact.view(torch.int16) != UNTOUCHED).any(dim=-1).sum() == used.numel()
+
+
+def fill(active: ActiveSlots, lengths: list[int], live: int, slots: int, seed: int) -> ActiveSlots:
+    """Refill the static buffers as a scheduler does, a stale tail behind; padded requests read slot 0."""
+    kind = paged_case if active.is_paged else ragged_case
+    args = (lengths, active.page_size) if active.is_paged else (lengths,)
+    drawn = kind(*args, num_slots=slots, seed=seed, device=active.device.type).active
+    if active.is_paged:
+        width = min(active.table.shape[1], drawn.table.shape[1])
+        active.table[:, :width] = drawn.table[:, :width]
+        active.table[live:, 0] = 0
+    else:
+        n = min(active.table.numel(), drawn.table.numel())
+        active.table[:n] = drawn.table[:n]
+        active.table[sum(lengths[:live]) : sum(lengths)] = 0
+    active.bounds.copy_(drawn.bounds)
+    return active
