@@ -93,15 +93,15 @@ def mla_decode(
     q_nope [tokens, heads, kv_lora_rank] BF16 or FP16, heads up to 128, kv_lora_rank even, up to 512; q_pe
     [tokens, heads, qk_rope_head_dim] of the same dtype, rope even, up to 64, or None. rows [slots,
     kv_lora_rank + qk_rope_head_dim] or [slots, 1, …], float8_e4m3fn or float8_e5m2, the row stride free but
-    even. `active` names each request's slots; entries that are negative or past the pool are masked, and bytes
-    of rows that no request reads have no effect, NaN included. `q_indptr` int32 [bs + 1] bounds each
+    even. `active` names each request's slots; entries that are negative or past the pool are masked, and
+    bytes of rows that no request reads have no effect, NaN included. `q_indptr` int32 [bs + 1] bounds each
     request's query tokens, its last ones (None: one each); with `causal` they see what came before them.
     Logits are `sm_scale * k_scale * q·k`, capped as `logit_cap * tanh(logits / logit_cap)` where logit_cap is
     positive; values are scaled by k_scale.
 
     Returns `out` [tokens, heads, kv_lora_rank] of Q's dtype, and `lse` float32 [tokens, heads] where `lse` is
-    given or `return_lse` asks for it (natural logarithm; base 2, as flashinfer has it, with `lse_base2`), else
-    None. A token that sees nothing: out 0, lse -inf. Results are the same bits each time.
+    given or `return_lse` asks for it (natural logarithm; base 2, as flashinfer has it, with `lse_base2`),
+    else None. A token that sees nothing: out 0, lse -inf. Results are the same bits each time.
 
     `workspace` from `workspace_for` avoids an allocation; calls that run at once on different streams need
     their own. `backend` "triton" or "cuda" insists on one. Raises BadInput naming the argument that is wrong.
@@ -227,7 +227,7 @@ def workspace_for(
     kv_lora_rank: int = 512,
     tune: Tuning | None = None,
 ) -> torch.Tensor:
-    """Scratch for `mla_decode`, uint8, for up to `tokens` query tokens: one for calls that follow each other."""
+    """Scratch for `mla_decode`, uint8, for up to `tokens` query tokens; calls in sequence may share it."""
     need = workspace_bytes(tokens, heads, device, batch=batch, kv_lora_rank=kv_lora_rank, tune=tune)
     return torch.zeros(need, dtype=torch.uint8, device=device)
 

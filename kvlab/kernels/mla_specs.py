@@ -1,4 +1,4 @@
-"""Which specialisations of the decode kernels does a chip get? For ahead-of-time compilation (kvlab.kernels.aot)."""
+"""Which specialisations of the decode kernels does a chip get? For kvlab.kernels.aot to compile."""
 
 from kvlab.kernels.aot import Spec
 from kvlab.kernels.decode import Tuning, tuning
@@ -31,7 +31,7 @@ def specs(
     ragged_q: bool = False,
     tune: Tuning | None = None,
 ) -> list[Spec]:
-    """The decode and the merge kernel as `mla_decode` launches them for BF16 queries, kv_lora_rank 512, rope 64.
+    """The decode and the merge kernel as `mla_decode` launches them: BF16 queries, kv_lora_rank 512, rope 64.
 
     `page_size` 0 is token-level; `ragged_q` several query tokens a request.
     """

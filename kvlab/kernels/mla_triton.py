@@ -3,9 +3,9 @@
 Why it looks as it does:
 
 - A row's bytes are loaded as 16-bit pairs, so shared memory is read with 16-bit matrix loads, straight and
-  transposed: one tile is K and V. Each pair opens into two FP16 values in registers, exactly (FP16 holds every
-  code of both formats), and the tile splits into its even and odd columns. Q is split alike on the way in, and
-  the output put back together on the way out.
+  transposed: one tile is K and V. Each pair opens into two FP16 values in registers, exactly (FP16 holds
+  every code of both formats), and the tile splits into its even and odd columns. Q is split alike on the way
+  in, and the output put back together on the way out.
 - FP16's range is no matter: Q is scaled by a power of two a head so that its largest value is near 2^15, and
   probabilities are carried times 2^15. Where a head's smaller values would be lost and could be seen in a
   logit, its block is left to the second kernel, which works in float32.
@@ -134,6 +134,12 @@ def _fp16_loss(q):
 def _cap(logit, cap2):
     """cap2 * tanh(logit / cap2), in base-2 logits."""
     return cap2 - 2 * cap2 / (1 + tl.exp2(logit * (2 * _LOG2E / cap2)))
+
+
+@triton.jit
+def _lse2(m, norm):
+    """log2 of sum(2^logit) from the largest logit and the sum past it; -inf where nothing was seen."""
+    return m + tl.log2(tl.where(norm == 0, 1.0, norm))
 
 
 @triton.jit
@@ -348,7 +354,7 @@ def decode_kernel(
             rescale = (value_scale * FOLD / tl.where(norm == 0, 1.0, norm))[:, None]
             acc_even *= rescale
             acc_odd *= rescale
-            lse2 = m + tl.log2(norm) - _P_EXP
+            lse2 = _lse2(m, norm) - _P_EXP
             is_whole = taken == tiles
             if is_whole:
                 if not is_wide:
@@ -501,9 +507,8 @@ def merge_kernel(
         rescale = 1 / tl.where(norm == 0, 1.0, norm)
         tl.store(dest + 2 * pair, (acc_even * rescale).to(out.dtype.element_ty), mask=is_pair)
         tl.store(dest + 2 * pair + 1, (acc_odd * rescale).to(out.dtype.element_ty), mask=is_pair)
-        if WITH_LSE:
-            if chunk == 0:
-                tl.store(lse + token * HEADS + head + tl.arange(0, 1), (m + tl.log2(norm)) * lse_unit)
+        if WITH_LSE and chunk == 0:
+            tl.store(lse + token * HEADS + head + tl.arange(0, 1), _lse2(m, norm) * lse_unit)
     elif chunk == 0:
         _wide_column(
             q_nope + token * qn_token + head * qn_head,
@@ -637,4 +642,4 @@ def _wide_column(
     tl.store(out + 2 * pair, (acc_even * rescale).to(out.dtype.element_ty), mask=is_pair)
     tl.store(out + 2 * pair + 1, (acc_odd * rescale).to(out.dtype.element_ty), mask=is_pair)
     if WITH_LSE:
-        tl.store(lse + tl.arange(0, 1), (m + tl.log2(norm)) * lse_unit)
+        tl.store(lse + tl.arange(0, 1), _lse2(m, norm) * lse_unit)
