@@ -1,66 +1,140 @@
-"""`kvlab trace`: read, explain and compare torch-profiler traces of SGLang."""
+"""`kvlab trace`: read, explain, compare and record torch-profiler traces of SGLang."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
-FILES = typer.Argument(
-    ..., metavar="FILE...", help="torch-profiler traces, .json or .json.gz; several are ranks."
-)
+if TYPE_CHECKING:
+    from kvlab.trace import Report, Trace
+
+FILES = typer.Argument(..., metavar="FILE...", help="Traces, .json or .json.gz; several are ranks.")
+BEFORE = typer.Argument(..., help="The trace before, .json or .json.gz.")
+AFTER = typer.Argument(..., help="The trace after.")
+OUT = typer.Option(..., "--out", metavar="FOLDER", help="A new folder, e.g. data/recorded/NAME.")
+FOLDER = typer.Option(None, "--folder", help="A folder that the server can write and this process read.")
 JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else.")
 HTML = typer.Option(None, "--html", metavar="FILE", help="Write one self-contained page with the pictures.")
 SGLANG = typer.Option(
-    None, "--sglang", metavar="RELEASE", help="The SGLang release, for the advice, e.g. 0.5.9."
+    None, "--sglang", metavar="RELEASE", help="The SGLang release, e.g. 0.5.9: for the advice."
 )
 BANDWIDTH = typer.Option(
     None,
     "--bandwidth",
     metavar="TB/S",
-    help="What the cast moves on this GPU, in TB/s: sizes the pool where the trace has no launch grid.",
+    help="What the cast moves on this GPU: sizes the pool where the trace has no launch grid.",
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add `trace` with its subcommands."""
     trace = typer.Typer(help="Where does a decode step's time go?", no_args_is_help=True)
+    trace.command("report")(report)
+    trace.command("diff")(diff)
+    trace.command("record")(record)
     app.add_typer(trace, name="trace")
 
-    @trace.command()
-    def report(
-        files: list[Path] = FILES,
-        html: Path | None = HTML,
-        as_json: bool = JSON,
-        sglang: str | None = SGLANG,
-        bandwidth: float | None = BANDWIDTH,
-    ) -> None:
-        """Explain a trace: classes, the full-pool KV cast, its cousins, and the step without it."""
-        from kvlab.trace import console
-        from kvlab.trace.report import reports
 
-        traces = [_read(f) for f in files]
-        found = [(t, r) for t in traces for r in reports(t, bandwidth=_speed(bandwidth), sglang=sglang)]
-        _emit(console.report_json([r for _, r in found]) if as_json else None)
-        if not as_json:
-            console.print_reports([r for _, r in found])
+def report(
+    files: list[Path] = FILES,
+    html: Path | None = HTML,
+    as_json: bool = JSON,
+    sglang: str | None = SGLANG,
+    bandwidth: float | None = BANDWIDTH,
+) -> None:
+    """Explain a trace: classes, the full-pool KV cast, its cousins, and the step without it."""
+    from kvlab.trace import console
 
+    found = [pair for file in files for pair in _reports(file, bandwidth, sglang)]
+    if html:
+        from kvlab.trace.page import write_report
 
-def _read(path: Path) -> Any:
-    from kvlab.trace.store import read
-
-    return read(path)
+        write_report(html, found)
+    if as_json:
+        typer.echo(console.report_json([r for _, r in found]))
+    else:
+        console.print_reports([r for _, r in found])
 
 
-def _speed(tbs: float | None) -> float | None:
+def diff(
+    before: Path = BEFORE,
+    after: Path = AFTER,
+    html: Path | None = HTML,
+    as_json: bool = JSON,
+) -> None:
+    """Compare two traces per step: by class and kernel, what appeared, what vanished."""
+    from kvlab.trace import console
+    from kvlab.trace.diff import diff as compare
+    from kvlab.trace.report import slowest
+
+    one, two = ([r for _, r in _reports(path, None, None)] for path in (before, after))
+    change = compare(slowest(one), slowest(two))
+    if html:
+        from kvlab.trace.page import write_diff
+
+        write_diff(html, change)
+    if as_json:
+        typer.echo(console.diff_json(change))
+    else:
+        console.print_diff(change)
+
+
+def record(
+    out: Path = OUT,
+    url: str = typer.Option("http://127.0.0.1:30000", "--url", help="The running SGLang server."),
+    steps: int = typer.Option(5, "--steps", min=1, help="Forward steps to profile."),
+    requests: int = typer.Option(
+        1, "--requests", min=0, help="Prompts to keep it decoding; 0: rely on its traffic."
+    ),
+    context: int = typer.Option(100, "--context", min=1, help="About how many tokens a prompt has."),
+    tokens: int = typer.Option(256, "--tokens", min=1, help="New tokens of a prompt."),
+    shapes: bool = typer.Option(False, "--shapes", help="Record operators' shapes (larger traces)."),
+    stack: bool = typer.Option(True, "--stack/--no-stack", help="Record Python frames (slows the host)."),
+    patch: str | None = typer.Option(
+        None, "--patch", help="KVLAB_PATCH: what the server runs with; with --one-batch, what to apply."
+    ),
+    folder: Path | None = FOLDER,
+    timeout: float = typer.Option(300.0, "--timeout", help="Seconds to wait for the trace."),
+    one_batch: str | None = typer.Option(
+        None,
+        "--one-batch",
+        metavar="ARGS",
+        help="Instead of a server, run SGLang's one-batch benchmark with ARGS.",
+    ),
+) -> None:
+    """Record a trace from a running SGLang server, or around SGLang's one-batch benchmark."""
+    import shlex
+
+    from kvlab.trace import record as recording
+
+    if one_batch is not None:
+        made = recording.around_one_batch(
+            shlex.split(one_batch), out, steps=steps, shapes=shapes, patch=patch or "off", timeout=timeout
+        )
+    else:
+        made = recording.from_server(
+            url,
+            out,
+            steps=steps,
+            requests=requests,
+            context=context,
+            tokens=tokens,
+            stack=stack,
+            shapes=shapes,
+            patch=patch,
+            folder=folder,
+            timeout=timeout,
+        )
+    for path in made:
+        typer.echo(path)
+
+
+def _reports(file: Path, bandwidth: float | None, sglang: str | None) -> "list[tuple[Trace, Report]]":
     from kvlab.errors import BadInput
+    from kvlab.trace import read, reports
 
-    if tbs is None:
-        return None
-    if not 0 < tbs < 100:
-        raise BadInput(f"--bandwidth: {tbs} is not a rate in TB/s; an H200's cast moves about 1.03")
-    return tbs * 1e12
-
-
-def _emit(text: str | None) -> None:
-    if text is not None:
-        typer.echo(text)
+    if bandwidth is not None and not 0 < bandwidth < 100:
+        raise BadInput(f"--bandwidth: {bandwidth} is not a rate in TB/s; an H200's cast moves about 1.03")
+    trace = read(file)
+    speed = None if bandwidth is None else bandwidth * 1e12
+    return [(trace, r) for r in reports(trace, bandwidth=speed, sglang=sglang)]

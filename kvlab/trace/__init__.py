@@ -7,7 +7,8 @@
 Figures are in `kvlab.trace.figures` (needs plotly), the self-contained page in `kvlab.trace.page`.
 """
 
-from kvlab.trace.diagnose import Finding, KvCast
+from kvlab.trace.diagnose import KvCast
+from kvlab.trace.findings import Finding
 from kvlab.trace.report import Category, Kernel, Report, report, reports, slowest, spread
 from kvlab.trace.store import Rank, Trace, build, read
 

@@ -1,7 +1,7 @@
 """Which operator, module and Python frames launched a kernel?
 
-Without CUDA graphs a kernel's correlation id names its launch on the host, and what encloses the launch on that
-thread is its origin. Under graph replay there is one launch for all kernels and nothing to correlate.
+Without CUDA graphs a kernel's correlation id names its launch on the host, and what encloses the launch on
+that thread is its origin. Under graph replay there is one launch for all kernels and nothing to correlate.
 """
 
 from bisect import bisect_right
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from kvlab.trace.steps import Step
 from kvlab.trace.store import FRAME, OP, RUNTIME, Rank, Trace
+
+_MODULE = "nn.Module: "
 
 
 class Origin(NamedTuple):
@@ -38,7 +40,7 @@ def enclosing(rank: Rank, event: int) -> list[int]:
 
 
 def origins(trace: Trace, rank: Rank, kernels: Sequence[int]) -> dict[int, Origin]:
-    """The origin of each kernel index, in one pass over the host events; kernels without a launch are left out."""
+    """The origin of each kernel index, in one pass over the host events; without a launch it is left out."""
     k, host = rank.kernels, rank.host
     launched = launches(rank, {k.corr[i] for i in kernels if k.corr[i] > 0})
     shared: dict[int, int] = {}
@@ -60,22 +62,18 @@ def origins(trace: Trace, rank: Rank, kernels: Sequence[int]) -> dict[int, Origi
 
 
 def _origin(trace: Trace, rank: Rank, stack: list[int]) -> Origin:
-    names = [(rank.host.kind[i], trace.names[rank.host.name[i]]) for i in stack]
+    frames = [trace.names[rank.host.name[i]] for i in stack if rank.host.kind[i] == FRAME]
     return Origin(
-        tuple(
-            n.removeprefix("nn.Module: ")
-            for kind, n in names
-            if kind == FRAME and n.startswith("nn.Module: ")
-        ),
-        tuple(n for kind, n in names if kind == FRAME and not n.startswith("nn.Module: ")),
-        tuple(n for kind, n in names if kind == OP),
+        tuple(n.removeprefix(_MODULE) for n in frames if n.startswith(_MODULE)),
+        tuple(n for n in frames if not n.startswith(_MODULE)),
+        tuple(trace.names[rank.host.name[i]] for i in stack if rank.host.kind[i] == OP),
     )
 
 
 def operators(
     trace: Trace, rank: Rank, steps: Sequence[Step], name: int, configs: set[int]
 ) -> Iterator[tuple[Any, Any]]:
-    """(Input Dims, Input type) of the copy operators that launched the kernels of this name and these shapes."""
+    """(Input Dims, Input type) of the copy operators behind the kernels of this name and these shapes."""
     if not rank.host.shapes:
         return
     k = rank.kernels

@@ -23,11 +23,12 @@ ORDER = (
 
 
 class Kind(NamedTuple):
-    """A kernel's class, the label of the rule that decided, and whether a rule did."""
+    """A kernel's class, the label and role of the rule that decided, and whether a rule did."""
 
     cls: str
     label: str
     known: bool
+    role: str = ""
 
 
 @functools.cache
@@ -35,7 +36,8 @@ def rules() -> tuple[tuple[re.Pattern[str], Kind], ...]:
     """The rules in order."""
     text = resources.files(__package__).joinpath("rules.toml").read_text("utf-8")
     return tuple(
-        (re.compile(r["pattern"]), Kind(r["class"], r["label"], True)) for r in tomllib.loads(text)["rule"]
+        (re.compile(r["pattern"]), Kind(r["class"], r["label"], True, r.get("role", "")))
+        for r in tomllib.loads(text)["rule"]
     )
 
 
@@ -48,8 +50,11 @@ def classify(name: str) -> Kind:
     return Kind(OTHER, "no rule", False)
 
 
+_FUNCTOR = re.compile(r"([a-z0-9_]+_kernel_cuda|CUDAFunctor\w+<[\w:]+>|\w+Functor<[\w:, ]+>|ArgMaxOps)")
+
+
 def short(name: str) -> str:
-    """A kernel's name as people say it: without return type, namespaces, template and call arguments."""
+    """A kernel's name as people say it: without return type, namespaces and arguments."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     functor = re.search(
         r"([a-z0-9_]+_kernel_cuda|CUDAFunctor\w+<[\w:]+>|\w+Functor<[\w:, ]+>|ArgMaxOps)", plain

@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvlab.trace.diff import Diff
 from kvlab.trace.report import Report, slowest, spread
 
 
@@ -102,4 +103,35 @@ def _print(console: Console, r: Report) -> None:
         if f.do:
             console.print("  What to do: " + f.do, markup=False)
     for note in r.notes:
+        console.print("note: " + note, markup=False)
+
+
+def diff_json(change: Diff) -> str:
+    """What `trace diff --json` prints."""
+    return _json(change.to_dict())
+
+
+def print_diff(change: Diff) -> None:
+    """The classes, and the kernels that changed most."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{change.before_step_ms:.2f} ms a step before, {change.after_step_ms:.2f} after[/bold] "
+        f"({change.delta_ms:+.2f} ms, {change.speedup:.2f} times as fast)"
+    )
+    table = Table("class", "before ms", "after ms", "change", "of busy before", "after")
+    for cls, c in change.categories.items():
+        shares = (f"{c.before_share:.1%}", f"{c.after_share:.1%}")
+        table.add_row(cls, f"{c.before_ms:.3f}", f"{c.after_ms:.3f}", f"{c.delta_ms:+.3f}", *shares)
+    console.print(table)
+    table = Table("kernel", "class", "before ms", "after ms", "change", "")
+    for k in change.kernels[:20]:
+        what = "appeared" if not k.before_launches else "vanished" if not k.after_launches else ""
+        table.add_row(
+            k.short, k.category, f"{k.before_ms:.3f}", f"{k.after_ms:.3f}", f"{k.delta_ms:+.3f}", what
+        )
+    console.print(table)
+    left = len(change.kernels) - 20
+    if left > 0:
+        console.print(f"{left} kernels that changed less are in --json")
+    for note in change.notes:
         console.print("note: " + note, markup=False)

@@ -1,8 +1,9 @@
 """Trace events out of a stream of bytes: in batches, typed, with bounded memory.
 
-A batch is cut at the last `}` before a `,` or `]` for which the text up to there, in brackets, is a valid JSON
-array. JSON is read left to right without looking ahead, so a text that is valid up to a point is at the top level
-there: a brace inside a string or a nested object can never be taken for a boundary, only cost a second try.
+A batch is cut at the last `}` before a `,` or `]` for which the text up to there, in brackets, is a valid
+JSON array. JSON is read left to right without looking ahead, so a text that is valid up to a point is at the
+top level there: a brace inside a string or a nested object can never be taken for a boundary, only cost a
+second try.
 """
 
 import json
@@ -48,9 +49,9 @@ class Event(msgspec.Struct, gc=False):
 
 
 class Events:
-    """Iterate over batches (lists of Event); then `meta` holds the file's other keys and `notes` what was odd.
+    """Iterate over batches (lists of Event); then `meta` has the file's other keys, `notes` what was odd.
 
-    `pieces`: the file's bytes in chunks of any size. Raises BadInput, naming `name`, for what is not a trace.
+    `pieces`: the file's bytes in chunks of any size. Raises BadInput, naming `name`, for what is no trace.
     """
 
     def __init__(self, pieces: Iterable[bytes], name: str) -> None:
@@ -132,7 +133,7 @@ class Events:
         return self._take_slowly(buf, eof)
 
     def _take_slowly(self, buf: bytes, eof: bool) -> tuple[list[Event], int, bool]:
-        """Event by event, whatever they hold: for batches with odd types, invalid UTF-8 or a malformed event."""
+        """Event by event, whatever they hold: for odd types, invalid UTF-8 or a malformed event."""
         events: list[Event] = []
         used, depth, start = 0, 0, 0
         for token in _TOKEN.finditer(buf):
@@ -204,7 +205,7 @@ def _loads(text: bytes) -> Any:
 
 
 def _lenient(raw: dict[str, Any]) -> Event:
-    """An Event of whatever types: numbers as text, ids as text or beyond 64 bits, arguments that are no object."""
+    """An Event of whatever types: numbers as text, ids beyond 64 bits, arguments that are no object."""
     args = raw.get("args")
     return Event(
         ph=_text(raw.get("ph")),

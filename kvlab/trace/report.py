@@ -10,10 +10,11 @@ import msgspec
 from kvlab.errors import BadInput
 from kvlab.trace import diagnose
 from kvlab.trace.classes import ORDER, OTHER, short
-from kvlab.trace.diagnose import Finding, KvCast
+from kvlab.trace.diagnose import KvCast
+from kvlab.trace.findings import Finding, backend, findings
 from kvlab.trace.steps import Steps, find
 from kvlab.trace.store import RUNTIME, Rank, Trace, check_not_empty
-from kvlab.trace.timeline import Measure, measure
+from kvlab.trace.timeline import Measure, measure, united
 
 
 class Category(msgspec.Struct, kw_only=True, frozen=True):
@@ -55,8 +56,8 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     cuda_graphs: bool
     batch: list[int]
     step_ms: float | None
-    """The GPU's time for a step: CUDA graphs from start to end and what runs outside them, without the gaps in which
-    the GPU waits for a host that the profiler slows down. Without graphs the time from step to step."""
+    """The GPU's time for a step: CUDA graphs from start to end and what runs outside them, without the gaps
+    in which the GPU waits for a host that the profiler slows. Without graphs the time from step to step."""
     wall_ms: float | None
     """From the start of a step to the next one's, or to its own end where none follows."""
     busy_ms: float | None
@@ -64,7 +65,8 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     """At least one stream works; busy_ms counts streams that work at once twice."""
     idle_ms: float | None
     host_ms: float | None
-    """From the first launch of a step to the end of its last, as the profiler slowed it; None without host events."""
+    """From the first launch of a step to the end of its last, less what waits for the GPU; as slow as the
+    profiler makes the host. None without host events."""
     categories: dict[str, Category]
     kernels: list[Kernel]
     unclassified: list[str]
@@ -82,8 +84,14 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
 
 
 ASSUMES = (
-    "step time less the time in which only the casts run; assumes that nothing takes their place, that the other kernels "
-    "take as long as recorded, and that the host keeps up"
+    "step time less the time in which only the casts run; assumes that nothing takes their place, that the "
+    "other kernels take as long as recorded, and that the host keeps up"
+)
+
+
+_HOST_BOUND = (
+    "the host's launches, as slow as the profiler made them: without the casts the host is the slower side; "
+    "assumes that nothing takes the casts' place"
 )
 
 
@@ -96,9 +104,9 @@ def report(
 ) -> Report:
     """The report of one rank (by key; the slowest where None).
 
-    `bandwidth`: bytes per second of the cast kernel on this GPU, to size the pool where the trace has no launch grid;
-    None takes a recorded one of the same GPU. `sglang`: the release, for the advice. Raises BadInput for a trace
-    without GPU kernels or an unknown rank.
+    `bandwidth`: bytes per second of the cast kernel on this GPU, to size the pool where the trace has no
+    launch grid; None takes a recorded one of the same GPU. `sglang`: the release, for the advice. Raises
+    BadInput for a trace without GPU kernels or an unknown rank.
     """
     if rank is None:
         return slowest(reports(trace, bandwidth=bandwidth, sglang=sglang))
@@ -150,7 +158,7 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
         cast = diagnose.kv_cast(
             trace, rank, decode, busy_us=busy, exposed_share=min(exposed, 1.0), bandwidth=speed
         )
-    host = _host_ms(rank, steps)
+    host = _host_ms(trace.names, rank, steps)
     predicted, basis = _predicted(step_ms, cast, host)
     other: Counter[str] = Counter(s.phase for s in steps.steps if s not in decode)
     notes = list(trace.notes)
@@ -162,7 +170,7 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
         file=trace.path,
         rank=rank.key,
         device=rank.device,
-        backend=diagnose.backend(trace, rank),
+        backend=backend(trace, rank),
         layers=diagnose.layer_count(trace, rank, decode) if count else None,
         steps=count,
         other_steps=dict(other),
@@ -181,7 +189,7 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
         kv_cast=cast,
         predicted_step_ms=predicted,
         predicted_from=basis,
-        diagnosis=diagnose.findings(trace, rank, decode, cast, predicted, step_ms, sglang=sglang),
+        diagnosis=findings(trace, rank, decode, cast, predicted, step_ms, sglang=sglang),
         notes=notes,
     )
 
@@ -252,12 +260,8 @@ def _bandwidth(device: str | None, given: float | None) -> tuple[float, str] | N
     return None
 
 
-_WAITS = ("Synchronize", "cudaStreamWait", "cudaEventQuery")
-
-
-def _host_ms(rank: Rank, steps: Steps) -> float | None:
-    """Median time a step's launches take on the host, from the first to the end of the last, less what waits for the
-    GPU in between: a step cannot be shorter than its launches."""
+def _host_ms(names: Sequence[str], rank: Rank, steps: Steps) -> float | None:
+    """Median time a step's launches take on the host: a step cannot be shorter than its launches."""
     k, host = rank.kernels, rank.host
     first: dict[int, int] = {}
     for order, step in enumerate(steps.decode()):
@@ -265,12 +269,23 @@ def _host_ms(rank: Rank, steps: Steps) -> float | None:
             if corr > 0:
                 first.setdefault(corr, order)
     spans: dict[int, tuple[float, float]] = {}
+    waits = []
     for i in range(len(host)):
-        if host.kind[i] == RUNTIME and (order := first.get(host.corr[i])) is not None:
-            start, end = host.start[i], host.start[i] + host.dur[i]
+        if host.kind[i] != RUNTIME:
+            continue
+        start, end = host.start[i], host.start[i] + host.dur[i]
+        if (order := first.get(host.corr[i])) is not None:
             old = spans.get(order, (start, end))
             spans[order] = (min(old[0], start), max(old[1], end))
-    return statistics.median(b - a for a, b in spans.values()) / 1e3 if spans else None
+        elif "Synchronize" in names[host.name[i]]:
+            waits.append((start, end))
+    if not spans:
+        return None
+    return statistics.median(b - a - _inside(waits, a, b) for a, b in spans.values()) / 1e3
+
+
+def _inside(intervals: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    return united([(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start])
 
 
 def _predicted(

@@ -1,8 +1,8 @@
 """Where does one forward step end and the next begin?
 
-In order of trust: SGLang's own `step[…]` annotations, ProfilerStep, replays of a CUDA graph, Python frames of the
-model runner, kernels that come once a step. Annotations are looked up on the GPU where the profiler projected them,
-otherwise by the first kernel launched under them.
+In order of trust: SGLang's own `step[…]` annotations, ProfilerStep, replays of a CUDA graph, Python frames
+of the model runner, kernels that come once a step. Annotations are looked up on the GPU where the profiler
+projected them, otherwise by the first kernel launched under them.
 """
 
 import re
@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvlab.trace.classes import classify
 from kvlab.trace.store import FRAME, GPU_NOTE, NOTE, RUNTIME, Rank, Trace
@@ -63,12 +64,7 @@ class Steps:
 
 def attention_names(trace: Trace, rank: Rank) -> set[int]:
     """Names of the attention kernels proper: not the combine, not the plan."""
-    found = set()
-    for i in set(rank.kernels.name):
-        kind = classify(trace.names[i])
-        if kind.cls == "attention" and not kind.label.startswith(("combine", "plan")):
-            found.add(i)
-    return found
+    return {i for i in set(rank.kernels.name) if classify(trace.names[i]).role == "attention"}
 
 
 def find(trace: Trace, rank: Rank) -> Steps:
@@ -186,7 +182,7 @@ def _frames(trace: Trace, rank: Rank) -> list[Anchor]:
 
 
 def _recurring(rank: Rank) -> list[Anchor]:
-    """Kernels that run once a step, in a trace of nothing but kernels: most counts are multiples of the steps."""
+    """Kernels that run once a step, where there is nothing but kernels: most counts are their multiples."""
     kernels = rank.kernels
     counts = Counter(kernels.name)
     by_count = Counter(counts.values())
@@ -197,7 +193,7 @@ def _recurring(rank: Rank) -> list[Anchor]:
         at = [i for i, name in enumerate(kernels.name) if name in once]
         first = kernels.name[at[0]]
         where = [i for i in at if kernels.name[i] == first]
-        gaps = [b - a for a, b in zip(where, where[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(where)]
         if max(gaps) - min(gaps) <= 0.1 * max(gaps):
             return [(kernels.start[i], "", None) for i in where]
     return []
@@ -228,7 +224,7 @@ def _cut(
             if any(name in attention for name in kernels.name[past:hi]):
                 hi = past
         steps.append(_step(trace, rank, lo, hi, label, mine, attention))
-    for a, b in zip(steps, steps[1:], strict=False):
+    for a, b in pairwise(steps):
         if a.hi == b.lo:
             a.period = b.start - a.start
     return Steps(steps, how, len(kernels) - sum(s.hi - s.lo for s in steps))

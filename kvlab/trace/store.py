@@ -102,9 +102,9 @@ class Trace:
 
 
 def read(path: str | Path) -> Trace:
-    """Read a Chrome trace (.json or .json.gz) as torch.profiler writes it; several ranks in one file are kept apart.
+    """Read a Chrome trace (.json or .json.gz) as torch.profiler writes it; ranks in one file are kept apart.
 
-    Raises BadInput for what is not a trace. A file that is cut off is read as far as it goes, and a note says so.
+    Raises BadInput for what is not a trace. A file that is cut off is read as far as it goes, with a note.
     """
     return build(chunks(path), str(path))
 
@@ -295,5 +295,5 @@ def check_not_empty(trace: Trace) -> None:
     if not any(len(r.kernels) for r in trace.ranks):
         host = sum(len(r.host) for r in trace.ranks)
         raise BadInput(
-            f"{trace.path}: no GPU kernels ({host} host events); record with the profiler's CUDA activity (GPU)"
+            f"{trace.path}: no GPU kernels ({host} host events); record with the profiler's CUDA activity"
         )

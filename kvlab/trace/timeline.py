@@ -25,8 +25,8 @@ class Measure:
     span: float
     """From its first GPU event to the end of its last."""
     device: float
-    """The time the GPU needs: its CUDA graphs from start to end, and what runs outside them without the gaps in
-    which the GPU waits for the host. Without graphs the span."""
+    """The time the GPU needs: its CUDA graphs from start to end, and what runs outside them without the gaps
+    in which the GPU waits for the host. Without graphs the span."""
     busy: float
     """Sum over streams of the united time of each."""
     active: float

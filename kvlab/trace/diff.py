@@ -1,0 +1,150 @@
+"""What changed between two traces, per decode step: by class, by kernel, what appeared and what vanished."""
+
+from typing import Any
+
+import msgspec
+
+from kvlab.errors import BadInput
+from kvlab.trace.classes import ORDER
+from kvlab.trace.report import Report
+
+
+class Change(msgspec.Struct, kw_only=True, frozen=True):
+    """Milliseconds per step, launches per step, and the share of the GPU's busy time, before and after."""
+
+    before_ms: float
+    after_ms: float
+    delta_ms: float
+    before_share: float
+    after_share: float
+    before_launches: float
+    after_launches: float
+
+
+class KernelChange(msgspec.Struct, kw_only=True, frozen=True):
+    """One kernel name: it appeared where it had no launch before, vanished where it has none after."""
+
+    name: str
+    short: str
+    category: str
+    before_ms: float
+    after_ms: float
+    delta_ms: float
+    before_launches: float
+    after_launches: float
+
+
+class Diff(msgspec.Struct, kw_only=True, frozen=True):
+    """Two reports compared."""
+
+    before: str
+    after: str
+    before_rank: str
+    after_rank: str
+    before_step_ms: float
+    after_step_ms: float
+    delta_ms: float
+    speedup: float
+    before_idle_ms: float
+    """Step time in which no stream works; of the GPU's time as step_ms counts it, so never negative."""
+    after_idle_ms: float
+    before_overlap_ms: float
+    """Time counted in several streams at once: what the classes' sum is over the time at least one works."""
+    after_overlap_ms: float
+    categories: dict[str, Change]
+    kernels: list[KernelChange]
+    """By the size of the change."""
+    appeared: list[str]
+    vanished: list[str]
+    kv_cast_gone: bool | None
+    """The full-pool cast was there before and is not after; None where it was not there before."""
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, as `--json` prints them."""
+        return msgspec.to_builtins(self)
+
+
+def diff(before: Report, after: Report) -> Diff:
+    """Compare two reports. Raises BadInput where one has no decode step to compare."""
+    for r in (before, after):
+        if not r.steps or not r.step_ms:
+            raise BadInput(
+                f"{r.file}: no decode step to compare; record both traces while the server decodes"
+            )
+    kernels = _kernels(before, after)
+    b, a = before.step_ms or 0.0, after.step_ms or 0.0
+    return Diff(
+        before=before.file,
+        after=after.file,
+        before_rank=before.rank,
+        after_rank=after.rank,
+        before_step_ms=b,
+        after_step_ms=a,
+        delta_ms=a - b,
+        speedup=b / a,
+        before_idle_ms=max(b - (before.active_ms or 0.0), 0.0),
+        after_idle_ms=max(a - (after.active_ms or 0.0), 0.0),
+        before_overlap_ms=_overlap(before),
+        after_overlap_ms=_overlap(after),
+        categories=_categories(before, after),
+        kernels=kernels,
+        appeared=[k.name for k in kernels if not k.before_launches],
+        vanished=[k.name for k in kernels if not k.after_launches],
+        kv_cast_gone=None if before.kv_cast is None else after.kv_cast is None,
+        notes=_notes(before, after),
+    )
+
+
+def _overlap(r: Report) -> float:
+    return sum(c.ms_per_step for c in r.categories.values()) - (r.active_ms or 0.0)
+
+
+def _categories(before: Report, after: Report) -> dict[str, Change]:
+    made = {}
+    for cls in ORDER:
+        b, a = before.categories.get(cls), after.categories.get(cls)
+        if b or a:
+            made[cls] = Change(
+                before_ms=b.ms_per_step if b else 0.0,
+                after_ms=a.ms_per_step if a else 0.0,
+                delta_ms=(a.ms_per_step if a else 0.0) - (b.ms_per_step if b else 0.0),
+                before_share=b.share if b else 0.0,
+                after_share=a.share if a else 0.0,
+                before_launches=b.launches if b else 0.0,
+                after_launches=a.launches if a else 0.0,
+            )
+    return dict(sorted(made.items(), key=lambda item: item[1].delta_ms))
+
+
+def _kernels(before: Report, after: Report) -> list[KernelChange]:
+    b = {k.name: k for k in before.kernels}
+    a = {k.name: k for k in after.kernels}
+    made = []
+    for name in b.keys() | a.keys():
+        old, new = b.get(name), a.get(name)
+        some = new or old
+        assert some
+        old_ms, new_ms = old.ms_per_step if old else 0.0, new.ms_per_step if new else 0.0
+        made.append(
+            KernelChange(
+                name=name,
+                short=some.short,
+                category=some.category,
+                before_ms=old_ms,
+                after_ms=new_ms,
+                delta_ms=new_ms - old_ms,
+                before_launches=old.launches if old else 0.0,
+                after_launches=new.launches if new else 0.0,
+            )
+        )
+    return sorted(made, key=lambda k: (-abs(k.delta_ms), k.name))
+
+
+def _notes(before: Report, after: Report) -> list[str]:
+    notes = []
+    for what in ("device", "layers", "batch", "cuda_graphs", "backend"):
+        b, a = getattr(before, what), getattr(after, what)
+        if b != a:
+            notes.append(f"the traces differ in {what.replace('_', ' ')}: {b} before, {a} after")
+    return notes

@@ -1,0 +1,376 @@
+"""Record a trace: from a running SGLang server's profile endpoints, or around SGLang's one-batch benchmark.
+
+What is left is a folder with the traces (a file a rank, the host's paths shortened), `provenance.json` and a
+README.
+"""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvlab import provenance
+from kvlab.errors import BadInput
+
+# What shapes a decode step, of the hundreds of arguments a server reports.
+_ARGS = (
+    "version",
+    "attention_backend",
+    "decode_attention_backend",
+    "kv_cache_dtype",
+    "page_size",
+    "max_total_num_tokens",
+    "max_total_tokens",
+    "max_running_requests",
+    "tp_size",
+    "dp_size",
+    "pp_size",
+    "disable_cuda_graph",
+    "cuda_graph_max_bs",
+    "quantization",
+    "dtype",
+    "load_format",
+    "speculative_algorithm",
+)
+_PROMPT = "The cache holds one row for every token and layer. "
+
+
+class Recording(msgspec.Struct, kw_only=True, frozen=True):
+    """What provenance.json holds; `server` is what the server said of itself, `request` what was asked."""
+
+    provenance: provenance.Provenance
+    how: str
+    request: dict[str, Any]
+    server: dict[str, Any]
+    files: list[str]
+
+
+def from_server(
+    url: str,
+    out: Path,
+    *,
+    steps: int = 5,
+    requests: int = 1,
+    context: int = 100,
+    tokens: int = 256,
+    stack: bool = True,
+    shapes: bool = False,
+    patch: str | None = None,
+    folder: Path | None = None,
+    timeout: float = 300.0,
+) -> list[Path]:
+    """Profile `steps` forward steps of the server at `url` while it decodes; return the traces' paths in `out`.
+
+    `requests` prompts of about `context` tokens are sent first so that it decodes (0: rely on its traffic), each
+    for `tokens` new tokens. `folder`: where the server may write and this process can read (None: a temporary
+    one, for a server on this host). `patch`: the KVLAB_PATCH the server was started with, which it does not
+    tell. `timeout` in seconds. Raises BadInput for a server that does not answer or writes no trace; then nothing
+    is left in `out`.
+    """
+    url = url.rstrip("/")
+    info = _server_info(url)
+    with _result(out) as made, tempfile.TemporaryDirectory(prefix="kvlab-trace-", dir=folder) as written:
+        os.chmod(written, 0o777)  # the server may run as another user
+        body = {
+            "output_dir": written,
+            "num_steps": steps,
+            "activities": ["CPU", "GPU"],
+            "with_stack": stack,
+            "record_shapes": shapes,
+            "profile_by_stage": False,
+        }
+        with _load(url, requests, context, tokens, timeout):
+            done = False
+            try:
+                _post(f"{url}/start_profile", body, timeout)
+                files = _finished(Path(written), timeout, f"{url} wrote no trace in {timeout:.0f} s")
+                done = True
+            finally:
+                if not done:
+                    _stop(url)
+        request = {**body, "output_dir": "", "requests": requests, "context": context, "tokens": tokens}
+        if patch is not None:
+            request["kvlab_patch_of_server"] = patch
+        return _keep(out, made, files, "server", request, info)
+
+
+def around_one_batch(
+    arguments: Sequence[str],
+    out: Path,
+    *,
+    steps: int = 3,
+    shapes: bool = False,
+    patch: str = "off",
+    timeout: float = 3600.0,
+) -> list[Path]:
+    """Run SGLang's one-batch benchmark with `arguments` under its profiler, decode only; return the traces.
+
+    The benchmark loads no plugins: `patch` other than off applies kvlab's patch in its process first. Raises
+    BadInput where the benchmark fails or writes no trace; then nothing is left in `out`.
+    """
+    module = _one_batch()
+    with _result(out) as made, tempfile.TemporaryDirectory(prefix="kvlab-trace-") as written:
+        flags = ["--profile", "--profile-stage", "decode", "--profile-steps", str(steps)]
+        flags += ["--profile-record-shapes"] if shapes else []
+        start = (
+            f"import runpy, sys; sys.argv[0] = {module!r}; runpy.run_module({module!r}, run_name='__main__')"
+        )
+        if patch != "off":
+            start = f"import kvlab.patch; kvlab.patch.apply({patch!r}); " + start
+        env = {**os.environ, "SGLANG_TORCH_PROFILER_DIR": written, "KVLAB_PATCH": patch}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", start, *arguments, *flags],
+                env=env,
+                timeout=timeout,
+                stdout=sys.stderr,
+            )
+        except subprocess.TimeoutExpired:
+            raise BadInput(
+                f"{module}: not done in {timeout:.0f} s; give fewer tokens or a longer --timeout"
+            ) from None
+        if done.returncode:
+            raise BadInput(f"{module}: exit code {done.returncode}; its own output above says why")
+        files = _finished(Path(written), 0.0, f"{module} wrote no trace; give at least 4 output tokens")
+        request = {
+            "module": module,
+            "arguments": [_bare(a) for a in arguments],
+            "steps": steps,
+            "patch": patch,
+        }
+        old = os.environ.get("KVLAB_PATCH")
+        os.environ["KVLAB_PATCH"] = patch
+        try:
+            return _keep(out, made, files, "one-batch benchmark", request, {})
+        finally:
+            os.environ.pop("KVLAB_PATCH")
+            if old is not None:
+                os.environ["KVLAB_PATCH"] = old
+
+
+def _one_batch() -> str:
+    import importlib.util
+
+    if importlib.util.find_spec("sglang") is None:
+        raise BadInput("--one-batch: sglang is not installed here; run this in the serving environment")
+    for module in ("sglang.benchmark.one_batch", "sglang.bench_one_batch"):
+        try:
+            if importlib.util.find_spec(module):
+                return module
+        except ModuleNotFoundError:
+            continue
+    raise BadInput("--one-batch: this sglang has no one-batch benchmark; record from a server instead")
+
+
+def _bare(argument: str) -> str:
+    return Path(argument).name if os.path.isabs(argument) else argument
+
+
+@contextmanager
+def _result(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` if all goes well, and is removed if not."""
+    if out.exists():
+        raise BadInput(f"--out: {out} exists; give a new folder")
+    if not out.parent.is_dir():
+        raise BadInput(f"--out: {out.parent} is not a folder")
+    made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield made
+        os.chmod(made, 0o755)
+        os.replace(made, out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _keep(
+    out: Path, made: Path, files: Sequence[Path], how: str, request: dict[str, Any], info: dict[str, Any]
+) -> list[Path]:
+    names = []
+    for file in files:
+        rank = re.findall(r"(TP|DP|PP|EP)-(\d+)", file.name)
+        stage = re.search(r"-(DECODE|EXTEND)\.", file.name)
+        label = "-".join(
+            ["decode" if not stage else stage[1].lower(), *(f"{k}{int(n):02d}" for k, n in rank)]
+        )
+        name = f"{label}.trace.json.gz"
+        shorten_paths(file, made / name)
+        names.append(name)
+    recording = Recording(
+        provenance=provenance.collect(),
+        how=how,
+        request=request,
+        server=info,
+        files=names,
+    )
+    text = msgspec.json.format(msgspec.json.encode(recording), indent=2)
+    (made / "provenance.json").write_bytes(text + b"\n")
+    (made / "README.md").write_text(_readme(recording), "utf-8")
+    return [out / name for name in names]
+
+
+def _readme(r: Recording) -> str:
+    p = r.provenance
+    rows = [
+        f"# Trace from SGLang's {r.how}, {p.date[:10]}",
+        "",
+        f"GPUs: {', '.join(sorted(set(p.gpus))) or 'none seen by the recording process'}; driver {p.driver}; "
+        f"KVLAB_PATCH={r.request.get('kvlab_patch_of_server', p.kvlab_patch)}.",
+        "",
+        "Files (paths of the host in them shortened): " + ", ".join(f"`{f}`" for f in r.files) + ".",
+        "`provenance.json` has versions, command, what was asked and what the server said of itself.",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+_PACKAGES = re.compile(rb'"(?:/[^"/\n]+)+/(?:site|dist)-packages/')
+_ABSOLUTE = re.compile(rb'"(?:/[^"/\n]+)+/([^"/\n]+\.py\()')
+
+
+def shorten_paths(source: Path, target: Path) -> None:
+    """Copy a trace, gzipped, with the absolute paths of Python files cut to the package or the file."""
+    with source.open("rb") as file, target.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, 0) as new:
+        for line in gzip.GzipFile(fileobj=file) if source.suffix == ".gz" else file:
+            new.write(_ABSOLUTE.sub(rb'"\1', _PACKAGES.sub(b'"', line)))
+
+
+def _server_info(url: str) -> dict[str, Any]:
+    error: Exception | None = None
+    for path in ("server_info", "get_server_info"):
+        try:
+            with urllib.request.urlopen(f"{url}/{path}", timeout=30) as reply:
+                info = json.load(reply)
+        except (OSError, ValueError) as e:
+            error = e
+            continue
+        return {k: info[k] for k in _ARGS if isinstance(info, dict) and info.get(k) is not None}
+    if isinstance(error, urllib.error.HTTPError):
+        return {}
+    raise BadInput(
+        f"--url: no SGLang server answers at {url} ({_why(error)}); give its address, e.g. http://127.0.0.1:30000"
+    )
+
+
+def _why(error: Exception | None) -> str:
+    reason = getattr(error, "reason", None)
+    return str(reason if reason is not None else error)
+
+
+def _post(url: str, body: dict[str, Any] | None, timeout: float) -> bytes:
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(body).encode() if body is not None else b"",
+        headers={"Content-Type": "application/json"},
+        method="POST",
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            return reply.read()
+    except urllib.error.HTTPError as e:
+        text = e.read(500).decode("utf-8", "replace").strip()
+        raise BadInput(f"{url}: HTTP {e.code}: {text or e.reason}") from None
+    except TimeoutError:
+        raise BadInput(
+            f"{url}: no answer in {timeout:.0f} s: the server replies when its steps are done, so it must "
+            f"decode; give --requests or send traffic"
+        ) from None
+    except OSError as e:
+        if isinstance(getattr(e, "reason", None), TimeoutError):
+            raise BadInput(f"{url}: no answer in {timeout:.0f} s; give --requests or send traffic") from None
+        raise BadInput(f"{url}: {_why(e)}") from None
+
+
+def _stop(url: str) -> None:
+    """Leave no profiler running in a server that others use."""
+    try:
+        _post(f"{url}/stop_profile", None, 60)
+    except BadInput as e:
+        sys.stderr.write(f"kvlab: could not stop the profiler: {e}\n")
+
+
+@contextmanager
+def _load(url: str, requests: int, context: int, tokens: int, timeout: float) -> Iterator[None]:
+    """Keep the server decoding: returns once every request has its first token."""
+    started = threading.Semaphore(0)
+    failed: list[Exception] = []
+
+    def one(number: int) -> None:
+        body = {
+            # A number first, or the radix cache would share one prefill; about 1.2 tokens a word.
+            "text": f"{number} " + _PROMPT * max(1, context // 12),
+            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                reply.readline()
+                started.release()
+                while reply.read(65536):
+                    pass
+        except Exception as e:
+            failed.append(e)
+            started.release()
+
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(requests)]
+    for t in threads:
+        t.start()
+    for _ in threads:
+        if not started.acquire(timeout=timeout):
+            raise BadInput(f"{url}/generate: no token in {timeout:.0f} s")
+    if failed:
+        raise BadInput(f"{url}/generate: {_why(failed[0])}")
+    yield
+    for t in threads:
+        t.join(timeout)
+
+
+def _finished(folder: Path, timeout: float, otherwise: str) -> list[Path]:
+    """The traces in a folder once they are written to their end."""
+    until = time.monotonic() + timeout
+    while True:
+        files = sorted(folder.rglob("*.trace.json.gz")) + sorted(folder.rglob("*.trace.json"))
+        if files and all(map(_complete, files)):
+            sizes = [f.stat().st_size for f in files]
+            time.sleep(min(1.0, timeout))
+            again = sorted(folder.rglob("*.trace.json.gz")) + sorted(folder.rglob("*.trace.json"))
+            if files == again and sizes == [f.stat().st_size for f in again]:
+                return files
+        elif time.monotonic() >= until:
+            raise BadInput(
+                f"{otherwise}"
+                + (
+                    "; only an unfinished one"
+                    if files
+                    else "; it must write where this process reads: --folder"
+                )
+            )
+        else:
+            time.sleep(0.2)
+
+
+def _complete(file: Path) -> bool:
+    try:
+        if file.suffix != ".gz":
+            return file.read_bytes().rstrip().endswith((b"}", b"]"))
+        with gzip.open(file, "rb") as content:
+            while content.read(1 << 20):
+                pass
+    except (EOFError, OSError):
+        return False
+    return True
