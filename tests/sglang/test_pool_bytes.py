@@ -5,11 +5,12 @@ import logging
 import re
 
 import pytest
+import rig.environment  # noqa: F401  Before SGLang: what importing it on a CPU needs.
+import torch
+from sglang.srt.mem_cache import memory_pool
 
 from kvlab import memory, models
 
-memory_pool = pytest.importorskip("sglang.srt.mem_cache.memory_pool", reason="needs a real SGLang release")
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.sglang
 
 GLM5 = models.load("glm-5")
@@ -116,6 +117,7 @@ def test_layers_that_reuse_a_top_k_have_no_indexer_rows(caplog):
 
 @pytest.mark.parametrize(("layers", "pp"), [(78, 1), (78, 4), (61, 4), (61, 8), (7, 7)])
 def test_pipeline_stages(layers, pp):
-    utils = pytest.importorskip("sglang.srt.distributed.utils")
+    from sglang.srt.distributed import utils
+
     theirs = [utils.get_pp_indices(layers, i, pp) for i in range(pp)]
     assert theirs == [(stage.start, stage.stop) for stage in models.pp_stages(layers, pp)]

@@ -1,0 +1,175 @@
+"""apply / remove / status / applied: the patch of this process and of the schedulers it spawns."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlab.errors import BadInput
+from kvlab.patch import hooks, policy, sites, spawn
+from kvlab.patch.runfiles import RunFile
+from kvlab.patch.runtime import Runtime
+from kvlab.patch.sites import LEFT_ALONE, Site
+
+log = logging.getLogger("kvlab.patch")
+
+PATCHED = "patched"
+WAITING = "waiting"
+REMOVED = "removed"
+OFF = "off"
+
+
+@dataclass
+class _Patch:
+    """What is in place in this process."""
+
+    runtime: Runtime
+    installed: sites.Installed
+    done: hooks.Replacements
+    in_place: set[str] = field(default_factory=set)
+    is_applied: bool = True
+
+
+_lock = threading.RLock()
+_patch: _Patch | None = None
+
+
+def apply(strategy: str | None = None) -> dict[str, Any]:
+    """Patch SGLang in this process, and in every scheduler that it spawns from now on. Idempotent.
+
+    `strategy`: `exact` (bit-identical only; the default), `fast`, one strategy by name, or `off`; None takes
+    $KVLAB_PATCH. Backends that SGLang has not imported yet are patched when it does. Returns `status()`.
+
+    Raises BadInput for a strategy that does not exist. Unrecognised code is left alone, with a reason in the
+    status; with KVLAB_PATCH_STRICT=1 that raises SystemExit, the one exception that SGLang does not swallow.
+    """
+    global _patch
+    asked = policy.parse(strategy if strategy is not None else os.environ.get("KVLAB_PATCH"))
+    if asked == "off":
+        remove()
+        return status()
+    with _lock:
+        if _patch is not None and _patch.is_applied:
+            if _patch.runtime.asked == asked:
+                return status()
+            remove()
+        found = sites.installed()
+        is_strict = os.environ.get("KVLAB_PATCH_STRICT", "0").strip().lower() in ("1", "true", "yes", "on")
+        _refuse_unserved(found, is_strict)
+        runtime = Runtime(asked, is_strict=is_strict, version=found.version)
+        patch = _Patch(runtime, found, hooks.Replacements())
+        runtime.on_change = RunFile(lambda: _status(patch), runtime).changed
+        try:
+            hooks.install(runtime, found.recognised, patch.done, lambda site: patch.in_place.add(site.name))
+            spawn.install(asked, patch.done)
+        except BaseException:
+            # Half a patch is none.
+            patch.done.undo()
+            raise
+        _patch = patch
+        return status()
+
+
+def remove() -> dict[str, Any]:
+    """Put back the very functions that were there before. Idempotent.
+
+    Graphs captured meanwhile go on using the scratch, so it stays; `status()` says so.
+    """
+    with _lock:
+        if _patch is not None and _patch.is_applied:
+            _patch.runtime.is_active = False
+            _patch.done.undo()
+            _patch.in_place.clear()
+            _patch.is_applied = False
+            _patch.runtime.on_change(True)
+        return status()
+
+
+@contextmanager
+def applied(strategy: str | None = None) -> Iterator[dict[str, Any]]:
+    """Patched inside; what was before outside, also after an exception."""
+    before = _patch.runtime.asked if _patch is not None and _patch.is_applied else "off"
+    # Put back the very same runtime, counters and scratch where the strategy does not change.
+    try:
+        yield apply(strategy)
+    finally:
+        if before == "off":
+            remove()
+        else:
+            apply(before)
+
+
+def status() -> dict[str, Any]:
+    """`sglang, sites[{site, state, reason}], strategy, counters{calls, fallbacks, bytes_avoided}` and more."""
+    return _status(_patch)
+
+
+def _status(patch: _Patch | None) -> dict[str, Any]:
+    if patch is None:
+        found = sites.installed()
+        return {
+            "sglang": found.version,
+            "sites": [_entry(s, None) for s in found.sites],
+            "strategy": OFF,
+            "counters": {"calls": {}, "fallbacks": {}, "bytes_avoided": 0, "kv_writes": {}},
+            "chosen": {},
+            "scratch_bytes": 0,
+            "note": "",
+        }
+    runtime = patch.runtime
+    captured = not patch.is_applied and runtime.has_captured
+    return {
+        "sglang": patch.installed.version,
+        "sites": [_entry(s, patch) for s in patch.installed.sites],
+        "strategy": runtime.asked if patch.is_applied else OFF,
+        "counters": runtime.counters.as_dict(),
+        "chosen": {
+            site: {"strategy": c.strategy, "reason": c.reason} for site, c in sorted(runtime.chosen.items())
+        },
+        "scratch_bytes": runtime.scratch.nbytes(),
+        "note": "captured graphs stay patched" if captured else "",
+    }
+
+
+def _entry(site: Site, patch: _Patch | None) -> dict[str, Any]:
+    if site.state == LEFT_ALONE:
+        state, reason = LEFT_ALONE, site.reason
+    elif patch is None:
+        state, reason = site.state, "not applied"
+    elif not patch.is_applied:
+        state, reason = REMOVED, ""
+    elif site.name in patch.in_place:
+        state, reason = PATCHED, ""
+    else:
+        state, reason = WAITING, "SGLang has not imported this backend yet"
+    return {"site": site.name, "state": state, "reason": reason, "line": site.line}
+
+
+def _refuse_unserved(found: sites.Installed, is_strict: bool) -> None:
+    """Strict: no server rather than an unpatched one."""
+    if not is_strict:
+        return
+    if found.root is None:
+        raise SystemExit("kvlab: KVLAB_PATCH_STRICT: no SGLang is installed here")
+    left = [s for s in found.sites if s.state == LEFT_ALONE]
+    if left:
+        why = "; ".join(f"{s.name}: {s.reason}" for s in left)
+        raise SystemExit(
+            f"kvlab: KVLAB_PATCH_STRICT: SGLang {found.version} is not served unpatched ({why}); "
+            "unset it, or set KVLAB_PATCH=off"
+        )
+
+
+def _after_fork() -> None:
+    """A forked child keeps the patch and counts for itself."""
+    if _patch is not None:
+        _patch.runtime.counters.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["BadInput", "applied", "apply", "remove", "status"]

@@ -1,0 +1,77 @@
+"""Triton on CUDA, plain torch elsewhere: the same casts either way, imported when first used."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvlab.kernels.active import ActiveSlots
+
+# Tests run the Triton kernels on a CPU through Triton's interpreter.
+INTERPRET = False
+
+
+def on_device(device: torch.device) -> bool:
+    """Do the Triton kernels run there?"""
+    return device.type == "cuda" or INTERPRET
+
+
+def shadow(rows: torch.Tensor, out: torch.Tensor, active: ActiveSlots) -> torch.Tensor:
+    """Active rows to their own places in `out`, which is shaped as `rows`."""
+    if on_device(rows.device):
+        from kvlab.kernels import cast
+
+        return cast.shadow_cast(rows, out, active)
+    from kvlab.kernels import reference
+
+    return reference.shadow_cast(rows, out, active)
+
+
+@dataclass
+class Map:
+    """Which compact row each distinct slot gets. `rows`: the most that the tables can name, so none overflows."""
+
+    active: ActiveSlots
+    rows: int
+    new_indices: torch.Tensor
+    kernel: Any = None
+    workspace: Any = None
+
+
+def slot_map(active: ActiveSlots, slots: int, last: Map | None = None) -> Map:
+    """The map of these tables. `last`: a map of tables of the same shape whose memory may be used again."""
+    if on_device(active.device):
+        from kvlab.kernels import slot_map as maps
+
+        workspace = last.workspace if last is not None and _same(last, active, slots) else None
+        workspace = workspace or maps.map_workspace(active, slots)
+        found = maps.slot_map(active, slots, workspace)
+        return Map(active, found.rows, found.new_indices, found, workspace)
+    from kvlab.kernels import reference
+
+    blank = torch.zeros((slots, 1), dtype=torch.uint8, device=active.device).view(torch.float8_e4m3fn)
+    most = min(active.table.numel(), slots // active.page_size) * active.page_size
+    return Map(active, most, reference.gather_cast(blank, active, torch.bfloat16)[1])
+
+
+def gather(rows: torch.Tensor, compact: torch.Tensor, found: Map) -> torch.Tensor:
+    """Each distinct active row once, to its place in `compact` [found.rows or more, 1, row]."""
+    if found.kernel is not None:
+        from kvlab.kernels import cast
+
+        return cast.gather_cast(rows, compact, found.kernel)
+    from kvlab.kernels import reference
+
+    dense, _ = reference.gather_cast(rows, found.active, compact.dtype)
+    compact[: dense.shape[0]] = dense
+    return compact
+
+
+def _same(last: Map, active: ActiveSlots, slots: int) -> bool:
+    w = last.workspace
+    return (
+        w is not None
+        and (w.num_slots, w.page_size, w.is_paged) == (slots, active.page_size, active.is_paged)
+        and w.new_indices.shape == active.table.shape
+        and w.new_indices.dtype == active.table.dtype
+    )

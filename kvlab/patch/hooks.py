@@ -1,0 +1,279 @@
+"""Put the seam into SGLang's classes, and take it out again leaving the very objects that were there.
+
+A module that is not imported yet is patched right after its import, so nothing of SGLang is imported early.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from kvlab.patch.runtime import Runtime, Step
+from kvlab.patch.sites import Site
+
+_MISSING = object()
+
+
+class Replacements:
+    """What was changed, and how to put it back."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a class or module; `undo` restores the very object that stood there."""
+        was = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+
+        def back() -> None:
+            # What somebody else put on top of ours stays theirs: it still calls us, and we pass through.
+            if vars(owner).get(name) is not value:
+                return
+            if was is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, was)
+
+        self._undo.append(back)
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        self._undo.append(action)
+
+    def extend(self, other: "Replacements") -> None:
+        self._undo.extend(other._undo)
+
+    def undo(self) -> None:
+        """Newest first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def install(
+    runtime: Runtime, sites: Sequence[Site], done: Replacements, mark: Callable[[Site], None]
+) -> None:
+    """Patch the recognised `sites` of every module that is loaded, and the others when they are.
+
+    `mark(site)` is told of each site that is in place. A module is patched whole or not at all.
+    """
+    by_module: dict[str, list[Site]] = {}
+    for site in sites:
+        by_module.setdefault(site.module, []).append(site)
+    pending = {}
+    for name, its in by_module.items():
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, its[0].cls):
+            _patch_module(runtime, module, its, done, mark)
+        else:
+            pending[name] = functools.partial(_patch_module, runtime, sites=its, done=done, mark=mark)
+    if pending:
+        finder = AfterImport(pending)
+        sys.meta_path.insert(0, finder)
+        done.on_undo(functools.partial(sys.meta_path.remove, finder))
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: lets the other finders find a module and runs an action once it is loaded."""
+
+    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._actions = actions
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        action = self._actions.get(name)
+        if action is None:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, action)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The real loader, and the action behind it."""
+
+    def __init__(self, loader: Any, action: Callable[[ModuleType], None]) -> None:
+        self._loader, self._action = loader, action
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its own loader: inspect and pickling see nothing of this.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._action(module)
+
+
+def _patch_module(
+    runtime: Runtime,
+    module: ModuleType,
+    sites: Sequence[Site],
+    done: Replacements,
+    mark: Callable[[Site], None],
+) -> None:
+    cls = getattr(module, sites[0].cls, None)
+    if not isinstance(cls, type):
+        return
+    mine = Replacements()
+    try:
+        for site in sites:
+            mine.set(cls, site.method, _forward(runtime, site, vars(cls)[site.method]))
+        family = sites[0].family
+        for name, after in _after(runtime, family).items():
+            original = vars(cls).get(name)
+            if callable(original):
+                mine.set(cls, name, _then(original, after))
+        if family == "flashinfer_mla":
+            _patch_plans(runtime, module, mine)
+    except Exception:
+        mine.undo()
+        raise
+    done.extend(mine)
+    for site in sites:
+        mark(site)
+
+
+def _forward(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return runtime.call(site, original, self, q, k, v, layer, forward_batch, *args, **kwargs)
+
+    return forward
+
+
+def _then(original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+    """`original`, and `after` with the same arguments; a constructor's or metadata hook's result is kept."""
+
+    @functools.wraps(original)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        after(self, *args, **kwargs)
+        return result
+
+    return both
+
+
+def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
+    """What is done after which of the class's methods. A release has some of the metadata hooks, not all."""
+
+    def built(self: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runtime.is_active:
+            runtime.built(family, self, model_runner)
+
+    def graphs(self: Any, *args: Any, **kwargs: Any) -> None:
+        if runtime.is_active:
+            runtime.graphs_ready(family, self)
+
+    def eager(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        runtime.metadata_ready(family, self, _step(forward_batch))
+
+    def out_graph(self: Any, forward_batch: Any, in_capture: bool = False, *args: Any, **kwargs: Any) -> None:
+        runtime.metadata_ready(family, self, _step(forward_batch, is_graph=True, is_capture=in_capture))
+
+    # The signatures of 0.5.8 to 0.5.12, alike in both backends.
+    def capture(
+        self: Any,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        encoder_lens: Any,
+        forward_mode: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        step = Step(_mode(forward_mode), bs, None, is_graph=True, is_capture=True)
+        runtime.metadata_ready(family, self, step)
+
+    def replay(
+        self: Any,
+        bs: int,
+        req_pool_indices: Any,
+        seq_lens: Any,
+        seq_lens_sum: Any,
+        encoder_lens: Any,
+        forward_mode: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        step = Step(_mode(forward_mode), bs, _host_int(seq_lens_sum), is_graph=True)
+        runtime.metadata_ready(family, self, step)
+
+    return {
+        "__init__": built,
+        "init_cuda_graph_state": graphs,
+        "init_forward_metadata": eager,
+        "init_forward_metadata_out_graph": out_graph,
+        "init_forward_metadata_capture_cuda_graph": capture,
+        "init_forward_metadata_replay_cuda_graph": replay,
+    }
+
+
+def _step(forward_batch: Any, **kinds: bool) -> Step:
+    return Step(
+        _mode(getattr(forward_batch, "forward_mode", None)),
+        getattr(forward_batch, "batch_size", 0),
+        _host_int(getattr(forward_batch, "seq_lens_sum", None)),
+        **kinds,
+    )
+
+
+def _mode(forward_mode: Any) -> str:
+    return getattr(forward_mode, "name", str(forward_mode))
+
+
+def _host_int(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> None:
+    """Two plans need help: DFLASH verify's, which leaves no lengths on the device, and `native`'s KV dtype."""
+    fast_plan = vars(module).get("fast_mla_decode_plan")
+    if callable(fast_plan):
+        mine.set(module, "fast_mla_decode_plan", _refreshing(fast_plan))
+    updater = getattr(module, "FlashInferMLAIndicesUpdaterDecode", None)
+    begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
+    if callable(begin):
+        mine.set(updater, "call_begin_forward", _native_plan(runtime, begin))
+
+
+def _refreshing(fast_plan: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(fast_plan)
+    def plan(wrapper: Any, qo_indptr_cpu: Any, kv_indptr_cpu: Any, *args: Any, **kwargs: Any) -> None:
+        fast_plan(wrapper, qo_indptr_cpu, kv_indptr_cpu, *args, **kwargs)
+        # Decode's lengths are read from backend.kv_indptr, which is fresh; a verify plan (causal) has no such
+        # tensor. Beside the copy of kv_indices, on the same stream.
+        is_causal = kwargs.get("causal", args[6] if len(args) > 6 else False)
+        if is_causal:
+            wrapper._kv_indptr_buf.copy_(kv_indptr_cpu, non_blocking=True)
+            wrapper._qo_indptr_buf.copy_(qo_indptr_cpu, non_blocking=True)
+
+    return plan
+
+
+def _native_plan(runtime: Runtime, begin: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(begin)
+    def call_begin_forward(self: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        kv_dtype = runtime.native_kv_dtype(getattr(self, "attn_backend", None))
+        if kv_dtype is None:
+            return begin(self, wrapper, *args, **kwargs)
+        from kvlab.patch.strategies.native import PlanKV
+
+        return begin(self, PlanKV(wrapper, kv_dtype), *args, **kwargs)
+
+    return call_begin_forward

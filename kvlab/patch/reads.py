@@ -1,0 +1,151 @@
+"""Which slots will this call's kernel read? One adapter per backend family.
+
+Each answers with what the kernel itself is handed: device tensors that the host never reads, so they are right at
+CUDA-graph replay too. It never looks at `req_to_token`, whose ids newer releases translate first. A call that it
+does not understand is a `Stock` with a reason: that call takes stock's path and is counted.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvlab.kernels.active import ActiveSlots
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Leave this call to stock, because of `reason`."""
+
+    reason: str
+
+
+@dataclass
+class Reads:
+    """The slots of one call: `tables[0]` is the kernel's own; cascade attention reads a second one.
+
+    `q_indptr` int32 [bs + 1] bounds each request's query tokens, None where each has one. `causal`: as the kernel.
+    """
+
+    tables: list[ActiveSlots]
+    q_indptr: torch.Tensor | None = None
+    causal: bool = True
+    is_cascade: bool = False
+
+
+class Adapter(Protocol):
+    """What the seam asks of a backend family."""
+
+    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock: ...
+
+    def swap(self, backend: Any, kind: str, table: torch.Tensor) -> "Swap": ...
+
+
+class Swap:
+    """Hand the kernel another index table for one call. `undo` puts the very tensors back."""
+
+    def __init__(self, targets: list[tuple[Any, str]], table: torch.Tensor) -> None:
+        self._was = [(owner, name, getattr(owner, name)) for owner, name in targets]
+        for owner, name in targets:
+            setattr(owner, name, table)
+
+    def undo(self) -> None:
+        for owner, name, was in self._was:
+            setattr(owner, name, was)
+
+
+class FlashInferMLA:
+    """flashinfer's `BatchMLAPagedAttentionWrapper`: token-level int32 `kv_indices`, page size 1 always.
+
+    Lengths, by who refreshes them: an eager plan leaves fresh tensors on the wrapper. A decode graph's replay goes
+    through `fast_mla_decode_plan`, which refreshes the static `kv_indices` and `backend.kv_indptr` and leaves the
+    wrapper's own `_kv_indptr_buf` at its capture values. A target-verify graph's plan copies into the wrapper's
+    buffers. A DFLASH verify graph refreshes no lengths on the device at all: the hook on its plan does
+    (`plan_lengths`).
+    """
+
+    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock:
+        if kind == "extend" and getattr(forward_batch, "attn_dcp_metadata", None) is not None:
+            return Stock("decode context parallelism")
+        wrapper = self.wrapper(backend, kind)
+        indices, indptr = wrapper._kv_indices_buf, wrapper._kv_indptr_buf
+        if indices is None or indptr is None:
+            return Stock("flashinfer's wrapper was not planned")
+        if kind == "decode" and wrapper._use_cuda_graph:
+            indptr = backend.kv_indptr[: indptr.numel()]
+        if indices.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int32:
+            return Stock(f"kv_indices {indices.dtype}, kv_indptr {indptr.dtype}")
+        return Reads(
+            [ActiveSlots.ragged(indices, indptr)],
+            q_indptr=None if kind == "decode" else wrapper._qo_indptr_buf,
+            causal=kind == "extend",
+        )
+
+    def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
+        wrapper = self.wrapper(backend, kind)
+        # From 0.7 the wrapper hands the call to a planned backend that keeps its own reference.
+        owners = [wrapper, getattr(wrapper, "_planned_backend", None)]
+        return Swap([(o, "_kv_indices_buf") for o in owners if hasattr(o, "_kv_indices_buf")], table)
+
+    @staticmethod
+    def wrapper(backend: Any, kind: str) -> Any:
+        metadata = backend.forward_metadata
+        return metadata.decode_wrapper if kind == "decode" else metadata.prefill_wrapper
+
+
+class FlashAttention:
+    """FA3's `flash_attn_with_kvcache`: `page_table` int32 [bs, pages] of page ids, lengths in `cache_seqlens`.
+
+    Captured calls read static tables whose padded rows and stale tails the lengths cut off.
+    """
+
+    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock:
+        metadata = backend.forward_metadata
+        if getattr(backend, "attn_cp_size", 1) > 1 and kind == "extend":
+            return Stock("context parallelism")
+        if getattr(forward_batch, "dcp_kv_mask", None) is not None:
+            return Stock("decode context parallelism")
+        window = getattr(layer, "sliding_window_size", None)
+        if window is not None and window > -1:
+            return Stock("sliding window")
+        if getattr(backend, "has_local_attention", False) and getattr(layer, "use_irope", False):
+            return Stock("local attention")
+        if getattr(layer, "is_cross_attention", False):
+            return Stock("cross attention")
+        page_size = backend.page_size
+        tables = [metadata.page_table]
+        lengths = [metadata.cache_seqlens_int32]
+        is_cascade = _is_cascade(backend, kind, forward_batch)
+        if is_cascade:
+            if page_size > 1:
+                return Stock("cascade attention with pages over 1")
+            expand = backend.forward_metadata_spec_decode_expand
+            tables.append(expand.page_table)
+            lengths.append(expand.cache_seqlens_int32)
+        if any(t is None for t in (*tables, *lengths)):
+            return Stock("no page table in the metadata")
+        if any(t.dtype != torch.int32 for t in (*tables, *lengths)):
+            return Stock(f"page table {tables[0].dtype}, lengths {lengths[0].dtype}")
+        if any(len(t) < len(n) for t, n in zip(tables, lengths, strict=True)):
+            return Stock("fewer page table rows than lengths")
+        pairs = zip(tables, lengths, strict=True)
+        return Reads(
+            [ActiveSlots.paged(t[: len(n)], n, page_size) for t, n in pairs],
+            q_indptr=metadata.cu_seqlens_q,
+            causal=not is_cascade,
+            is_cascade=is_cascade,
+        )
+
+    def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
+        return Swap([(backend.forward_metadata, "page_table")], table)
+
+
+def _is_cascade(backend: Any, kind: str, forward_batch: Any) -> bool:
+    if getattr(backend, "topk", 0) <= 1:
+        return False
+    if kind == "decode":
+        return forward_batch.spec_info is not None
+    return forward_batch.forward_mode.is_target_verify()
+
+
+ADAPTERS: dict[str, Adapter] = {"flashinfer_mla": FlashInferMLA(), "fa3": FlashAttention()}

@@ -1,0 +1,102 @@
+"""How does somebody outside see what a running server's patch does? A small file for each scheduler process.
+
+`<run dir>/<pid>.json`, rewritten whole at most every few seconds and when something happens. The run directory is
+$KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory. A file tells its server's
+port; the files of processes that are gone are ignored and swept.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvlab.patch.runtime import Runtime
+
+_SECONDS = 2.0
+
+
+def run_dir() -> Path:
+    if chosen := os.environ.get("KVLAB_RUN_DIR"):
+        return Path(chosen)
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(base) / "kvlab"
+    return Path(tempfile.gettempdir()) / f"kvlab-{os.getuid()}"
+
+
+class RunFile:
+    """The file of this process. A directory that cannot be written is not worth a request: it is given up."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]], runtime: Runtime) -> None:
+        self._status, self._runtime = status, runtime
+        self._next = 0.0
+        self._pid: int | None = None
+        self._is_given_up = False
+
+    def changed(self, force: bool) -> None:
+        """Write if `force`, or if the last writing was a while ago. Only processes that serve write."""
+        now = time.monotonic()
+        if self._is_given_up or not self._runtime.server or (not force and now < self._next):
+            return
+        self._next = now + _SECONDS
+        try:
+            self._write()
+        except OSError:
+            self._is_given_up = True
+
+    def _write(self) -> None:
+        folder = run_dir()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(str(folder))
+        pid = os.getpid()
+        path = folder / f"{pid}.json"
+        text = json.dumps(
+            {"pid": pid, "started": _started(pid), "server": self._runtime.server, **self._status()}
+        )
+        part = folder / f".{pid}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+        if self._pid != pid:
+            self._pid = pid
+            atexit.register(_forget, path, pid)
+
+
+def _forget(path: Path, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def running(port: int | None = None) -> list[dict[str, Any]]:
+    """What the live scheduler processes of the server on `port` say of themselves; all servers' where None."""
+    found = []
+    for path in sorted(run_dir().glob("*.json")):
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            pid, started = said["pid"], said["started"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if not started or _started(pid) != started:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            continue
+        if port is None or said.get("server", {}).get("port") == port:
+            found.append(said)
+    return sorted(
+        found, key=lambda s: tuple(s["server"].get(n) or 0 for n in ("dp_rank", "pp_rank", "tp_rank"))
+    )
+
+
+def _started(pid: int) -> str:
+    """Tells a process from a later one of the same number: the kernel's start time of it; "" when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    # The command's name, in parentheses, may hold spaces.
+    return stat.rpartition(")")[2].split()[19]

@@ -1,0 +1,542 @@
+"""One call through the seam: decide, take the strategy's path, and take stock's whenever anything is amiss.
+
+Decisions are made once a backend and call kind, before capture, and logged in one line.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvlab.patch import policy, selfcheck, write
+from kvlab.patch.counters import Counters
+from kvlab.patch.policy import Choice, Facts
+from kvlab.patch.reads import ADAPTERS, Stock
+from kvlab.patch.scratch import Scratch, is_capturing
+from kvlab.patch.seam import PoolView, is_view, seen_through
+from kvlab.patch.sites import Site
+from kvlab.patch.strategies import Call, Strategy, TakeOver, all_strategies
+
+log = logging.getLogger("kvlab.patch")
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WIDE = (torch.bfloat16, torch.float16)
+
+
+class UnservedBackend(SystemExit):
+    """Strict mode: a backend would be served unpatched. SGLang swallows every other exception of a plugin."""
+
+
+@dataclass
+class BackendState:
+    """What is known of one backend object."""
+
+    family: str
+    server_args: Any = None
+    graphs: bool = False
+    generation: int = 0
+    choices: dict[Facts, Choice] = field(default_factory=dict)
+    write_refusal: dict[int, str | None] = field(default_factory=dict)
+    graph: Any = None
+
+
+class Runtime:
+    """The patch's state in this process."""
+
+    def __init__(self, asked: str, *, is_strict: bool, version: str | None) -> None:
+        self.asked, self.is_strict, self.version = asked, is_strict, version
+        self.is_active = True
+        self.counters = Counters()
+        self.scratch = Scratch()
+        self.strategies: dict[str, Strategy] = all_strategies()
+        self.has_captured = False
+        self.server: dict[str, Any] = {}
+        self.on_change: Callable[[bool], None] = lambda force: None
+        self._states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
+        self._checked: dict[tuple[Any, ...], str | None] = {}
+        self._said: set[str] = set()
+        self._broken: dict[str, str] = {}
+        self.chosen: dict[str, Choice] = {}
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def built(self, family: str, backend: Any, model_runner: Any) -> None:
+        """After a backend's `__init__`: decide, check and log before anything is captured."""
+        state = self._state(family, backend)
+        state.server_args = getattr(model_runner, "server_args", None)
+        self.server = self.server or _server(model_runner)
+        pool = getattr(model_runner, "token_to_kv_pool", None) or getattr(backend, "token_to_kv_pool", None)
+        if pool is None or not getattr(backend, "use_mla", True):
+            return
+        if getattr(pool, "dtype", None) not in _FP8 or getattr(pool, "store_dtype", None) == pool.dtype:
+            self._left(family, pool)
+            return
+        try:
+            rows = _a_layer(pool)
+        except (AttributeError, IndexError, TypeError):
+            return
+        config = getattr(model_runner, "model_config", None)
+        for kind in ("decode", "extend"):
+            facts = Facts(
+                kind=kind,
+                device=rows.device,
+                slots=rows.shape[0],
+                width=rows.shape[-1],
+                fp8=pool.dtype,
+                q_dtype=getattr(model_runner, "dtype", torch.bfloat16),
+                heads=_heads(config, state.server_args),
+                rank=getattr(config, "kv_lora_rank", None),
+                page_size=backend.page_size if family == "fa3" else 1,
+                family=family,
+            )
+            if facts.q_dtype in _WIDE:
+                self.choice(state, facts)
+        self._announce(family, pool, rows)
+
+    def graphs_ready(self, family: str, backend: Any) -> None:
+        """After `init_cuda_graph_state`: from now on the scratch lasts; ask for it before capture."""
+        state = self._state(family, backend)
+        state.graphs = True
+        for facts, choice in list(state.choices.items()):
+            # Extend is captured only with speculation or captured prefill; its first warm-up call asks then.
+            if facts.kind == "decode" and choice.strategy == "shadow":
+                self._reserve(state, facts)
+
+    def metadata_ready(self, family: str, backend: Any, step: "Step") -> None:
+        """After a metadata hook: a new pass begins, perhaps a capture, perhaps a replay."""
+        state = self._state(family, backend)
+        state.generation += 1
+        key = (id(backend), step.mode, step.batch)
+        state.graph = key if step.is_graph else None
+        if step.is_graph and step.is_capture:
+            self.counters.capture(key)
+        elif step.is_graph:
+            self.counters.replay(key, step.tokens)
+        self.on_change(False)
+
+    # -- the call ------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        site: Site,
+        original: Callable[..., Any],
+        backend: Any,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What `original` returns, with the pool cast the cheap way where that is certain to be right."""
+
+        def stock() -> Any:
+            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+
+        if not self.is_active or torch.compiler.is_compiling():
+            return stock()
+        holder = backend if site.holder == "self" else forward_batch
+        pool = getattr(holder, "token_to_kv_pool", None)
+        if pool is None or is_view(pool) or getattr(pool, "dtype", None) not in _FP8:
+            return stock()
+
+        state = self._state(site.family, backend)
+        graph = state.graph if is_capturing(q.device) else None
+        if is_capturing(q.device):
+            self.has_captured = True
+        attempt = _Attempt(self, state, site, backend, layer, forward_batch, q, kwargs.get("q_rope"), graph)
+        if args and attempt.q_rope is None:
+            # save_kv_cache, q_rope, k_rope may come by position.
+            attempt.q_rope = args[1] if len(args) > 1 else None
+        view = PoolView(pool, attempt.cast, attempt.write)
+        try:
+            with seen_through(holder, view):
+                attempt.enter(pool)
+                return stock()
+        except TakeOver as taken:
+            attempt.leave()
+            try:
+                return taken.compute()
+            except Exception as e:
+                self.broke(attempt.strategy_name, e)
+                attempt.fell_back(f"{attempt.strategy_name} failed")
+                # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
+                return stock()
+        finally:
+            attempt.leave()
+            attempt.count()
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def choice(self, state: BackendState, facts: Facts) -> Choice:
+        """The strategy for such calls, decided once."""
+        found = state.choices.get(facts)
+        if found is None or found.strategy in self._broken:
+            found = policy.choose(self.asked, facts, self._refusal)
+            state.choices[facts] = found
+            self.chosen[f"{facts.family}.{facts.kind}"] = found
+        return found
+
+    def _refusal(self, strategy: str, facts: Facts) -> str | None:
+        if strategy in self._broken:
+            return self._broken[strategy]
+        why = self.strategies[strategy].refusal(facts)
+        if why is not None:
+            return why
+        key = (strategy, facts.device, facts.fp8, facts.q_dtype, facts.width, facts.page_size)
+        if strategy == "fused":
+            key = (*key, facts.heads, facts.rank)
+        if key not in self._checked:
+            if is_capturing(facts.device):
+                return "not checked before capture"
+            self._checked[key] = self._self_check(strategy, facts)
+        return self._checked[key]
+
+    def _self_check(self, strategy: str, facts: Facts) -> str | None:
+        try:
+            wrong = selfcheck.check(strategy, facts)
+        except Exception as e:
+            wrong = _one_line(e)
+        if wrong is not None:
+            self.say(f"self-check of {strategy} failed on {facts.device}: {wrong}; not used")
+            return f"self-check failed: {wrong}"
+        return None
+
+    def native_kv_dtype(self, backend: Any) -> torch.dtype | None:
+        """The KV dtype to plan decode with where `native` serves it, else None."""
+        state = self._states.get(backend) if backend is not None else None
+        if state is None or not self.is_active:
+            return None
+        for facts, choice in state.choices.items():
+            if facts.kind == "decode" and choice.strategy == "native" and "native" not in self._broken:
+                return facts.fp8
+        return None
+
+    def broke(self, strategy: str, error: BaseException) -> None:
+        """A strategy failed while serving: nobody takes it again, and one line says so."""
+        if strategy not in self._broken:
+            self._broken[strategy] = f"failed while serving: {_one_line(error)}"
+            self.say(f"{strategy} failed ({_one_line(error)}); those calls take stock's path from now on")
+        self.on_change(True)
+
+    def write_refusal(self, state: BackendState, pool: Any, facts: Facts) -> str | None:
+        """Why this pool's KV writes stay stock's, or None; asked once a pool."""
+        key = id(pool)
+        if key not in state.write_refusal:
+            why = write.refusal(pool)
+            if why is None:
+                checked = ("write", facts.device, facts.fp8, facts.q_dtype, facts.width)
+                if checked not in self._checked:
+                    if is_capturing(facts.device):
+                        return "not checked before capture"
+                    try:
+                        self._checked[checked] = selfcheck.check_write(facts)
+                    except Exception as e:
+                        self._checked[checked] = _one_line(e)
+                    if self._checked[checked]:
+                        self.say(f"KV write stays stock's: {self._checked[checked]}")
+                why = self._checked[checked]
+            state.write_refusal[key] = why
+        return state.write_refusal[key]
+
+    def lane(self, state: BackendState, kind: str) -> str:
+        """Prefill and decode run at once under PD multiplexing: then each kind has its own scratch."""
+        return kind if getattr(state.server_args, "enable_pdmux", False) else "shared"
+
+    def _reserve(self, state: BackendState, facts: Facts) -> None:
+        if facts.device.type != "cuda":
+            return
+        try:
+            self.scratch.reserve(facts.device, self.lane(state, facts.kind), facts.layer_bytes)
+        except torch.OutOfMemoryError as e:
+            self.broke("shadow", e)
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """One warning, once."""
+        if line not in self._said:
+            self._said.add(line)
+            log.warning("kvlab: %s", line)
+
+    def _left(self, family: str, pool: Any) -> None:
+        name = type(pool).__name__
+        dtype = str(getattr(pool, "dtype", None)).removeprefix("torch.")
+        # The block-FP4 pool dequantises itself inside get_key_buffer, whole and before the cast: no seam there.
+        why = "FP4 rows are dequantised by the pool itself" if "FP4" in name else f"{dtype} rows need no cast"
+        line = f"{family}: {name} left to stock: {why}"
+        if line not in self._said:
+            self._said.add(line)
+            log.info("kvlab: %s", line)
+
+    def _announce(self, family: str, pool: Any, rows: torch.Tensor) -> None:
+        kinds = [k for k in ("decode", "extend") if f"{family}.{k}" in self.chosen]
+        if not kinds:
+            return
+        parts = []
+        for kind in kinds:
+            c = self.chosen[f"{family}.{kind}"]
+            parts.append(f"{kind} {c.strategy}" + (f" ({c.reason})" if c.reason else ""))
+        layers = getattr(pool, "layer_num", 1)
+        saved = 3 * rows.shape[0] * rows.shape[-1] * layers
+        line = (
+            f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; a decode step no longer casts "
+            f"{rows.shape[0]:,} slots x {layers} layers, {saved / 1e9:.1f} GB of traffic"
+        )
+        if all(self.chosen[f"{family}.{k}"].strategy == "stock" for k in kinds):
+            line = f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; nothing is patched"
+            if self.is_strict and self.asked != "stock":
+                raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
+        if line not in self._said:
+            self._said.add(line)
+            log.info("kvlab: %s", line)
+        self.on_change(True)
+
+    def _state(self, family: str, backend: Any) -> BackendState:
+        found = self._states.get(backend)
+        if found is None:
+            found = self._states[backend] = BackendState(family)
+        return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a metadata hook says of the pass to come. `tokens`: cached tokens of the batch, a host integer."""
+
+    mode: str
+    batch: int
+    tokens: int | None = None
+    is_graph: bool = False
+    is_capture: bool = False
+
+
+class _Attempt:
+    """One call: what it reads, which strategy has it, and what became of that."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: BackendState,
+        site: Site,
+        backend: Any,
+        layer: Any,
+        forward_batch: Any,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        graph: Any,
+    ) -> None:
+        self.runtime, self.state, self.site, self.backend = runtime, state, site, backend
+        self.layer, self.forward_batch, self.q, self.q_rope, self.graph = (
+            layer,
+            forward_batch,
+            q,
+            q_rope,
+            graph,
+        )
+        self.call: Call | None = None
+        self.strategy_name = "stock"
+        self.served: str | None = None
+        self.slots = self.row_bytes = 0
+        self.facts: Facts | None = None
+
+    def enter(self, pool: Any) -> None:
+        """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
+        try:
+            self._enter(pool)
+        except Exception as e:
+            self._give_up(e)
+
+    def _enter(self, pool: Any) -> None:
+        state, site, layer = self.state, self.site, self.layer
+        rows = _a_layer(pool)
+        if rows.shape[-1] != layer.head_dim or self.q.dtype not in _WIDE:
+            self.fell_back(f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries")
+            return
+        self.facts = Facts(
+            kind=site.kind,
+            device=rows.device,
+            slots=rows.shape[0],
+            width=rows.shape[-1],
+            fp8=pool.dtype,
+            q_dtype=self.q.dtype,
+            heads=layer.tp_q_head_num,
+            rank=layer.v_head_dim,
+            page_size=self.backend.page_size if site.family == "fa3" else 1,
+            family=site.family,
+        )
+        reason = _outside(state, self.backend)
+        if reason is not None:
+            self.fell_back(reason)
+            return
+        self.strategy_name = self.runtime.choice(state, self.facts).strategy
+        if self.strategy_name == "stock":
+            return
+        adapter = ADAPTERS[site.family]
+        if not _has_metadata(self.backend, site):
+            return
+        reads = adapter.reads(self.backend, site.kind, layer, self.forward_batch)
+        if isinstance(reads, Stock):
+            self.fell_back(reads.reason)
+            return
+        self.call = Call(
+            site=site.name,
+            kind=site.kind,
+            adapter=adapter,
+            backend=self.backend,
+            layer=layer,
+            forward_batch=self.forward_batch,
+            q=self.q,
+            q_rope=self.q_rope,
+            reads=reads,
+            facts=self.facts,
+            scratch=self.runtime.scratch,
+            lane=self.runtime.lane(state, site.kind),
+            lasts=state.graphs or is_capturing(rows.device),
+            is_capturing=is_capturing(rows.device),
+            generation=state.generation,
+        )
+        self.runtime.strategies[self.strategy_name].enter(self.call)
+
+    def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What SGLang's method gets for `rows.to(dtype)`."""
+        self.slots, self.row_bytes = rows.shape[0], rows.shape[-1]
+        if rows.dtype not in _FP8:
+            self.call = None
+            self.served = None
+            return rows.to(dtype)
+        if self.call is not None and (self.facts is None or rows.shape[0] != self.facts.slots):
+            self.leave()
+            self.call = None
+            self.fell_back("a buffer that is not the pool's layer")
+        if self.call is not None:
+            try:
+                wide = self.runtime.strategies[self.strategy_name].cast(self.call, rows, dtype)
+            except Exception as e:
+                self._give_up(e)
+            except TakeOver:
+                self.served = self.strategy_name
+                raise
+            else:
+                self.served = self.strategy_name
+                return wide
+        self.served = "stock"
+        return rows.to(dtype)
+
+    def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
+        """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
+        if not args and not kwargs and self.facts is not None and self._is_one_rank():
+            try:
+                why = self.runtime.write_refusal(self.state, pool, self.facts)
+                if why is None and write.write(pool, layer, loc, nope, rope):
+                    self._wrote("one launch")
+                    return
+            except Exception as e:
+                self.state.write_refusal[id(pool)] = _one_line(e)
+                self.runtime.say(
+                    f"the one-launch KV write failed ({_one_line(e)}); stock's is used from now on"
+                )
+        self._wrote("stock")
+        pool.set_mla_kv_buffer(layer, loc, nope, rope, *args, **kwargs)
+
+    def leave(self) -> None:
+        """Put back what the strategy swapped; safe to repeat."""
+        if self.call is not None:
+            while self.call.undo:
+                self.call.undo.pop()()
+
+    def count(self) -> None:
+        if self.served is None:
+            return
+        self.runtime.counters.call(
+            self.site.name,
+            self.served,
+            slots=self.slots,
+            row_bytes=self.row_bytes,
+            tokens=_tokens(self.forward_batch),
+            graph=self.graph,
+        )
+
+    def fell_back(self, reason: str) -> None:
+        self.served = "stock"
+        self.runtime.counters.fallback(reason, graph=self.graph)
+
+    def _give_up(self, error: Exception) -> None:
+        self.leave()
+        self.call = None
+        if isinstance(error, torch.OutOfMemoryError):
+            self.fell_back("out of memory for scratch")
+        else:
+            self.fell_back(f"{self.strategy_name} failed")
+        self.runtime.broke(self.strategy_name, error)
+
+    def _is_one_rank(self) -> bool:
+        return _outside(self.state, self.backend) is None
+
+    def _wrote(self, how: str) -> None:
+        if self.graph is None:
+            self.runtime.counters.writes[how] += 1
+
+
+def _a_layer(pool: Any) -> torch.Tensor:
+    """One layer's raw buffer, without `get_key_buffer`, which may wait for a transfer."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    return inner.kv_buffer[0]
+
+
+def _has_metadata(backend: Any, site: Site) -> bool:
+    """Extend's ragged path reads no pool and has nothing planned: the cast is not asked for, so nothing to do."""
+    metadata = backend.forward_metadata
+    if metadata is None:
+        return False
+    return not (site.family == "flashinfer_mla" and site.kind == "extend" and metadata.use_ragged)
+
+
+def _outside(state: BackendState, backend: Any) -> str | None:
+    """What the whole server does that leaves every call to stock."""
+    args = state.server_args
+    if (getattr(args, "dcp_size", 1) or 1) > 1:
+        return "decode context parallelism"
+    if not state.graphs and _overlaps_plans():
+        # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
+        return "plans on a stream of their own, graphs off"
+    return None
+
+
+def _overlaps_plans() -> bool:
+    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
+
+
+def _heads(config: Any, server_args: Any) -> int | None:
+    """Query heads of this rank, as attention will see them; a call says for certain."""
+    every = getattr(config, "num_attention_heads", None)
+    tp = getattr(server_args, "tp_size", None)
+    if not isinstance(every, int) or not isinstance(tp, int):
+        return None
+    if getattr(server_args, "enable_dp_attention", False):
+        tp //= getattr(server_args, "dp_size", 1) or 1
+    return max(every // max(tp, 1), 1)
+
+
+def _tokens(forward_batch: Any) -> int | None:
+    """Cached tokens of the batch, if the host knows."""
+    total = getattr(forward_batch, "seq_lens_sum", None)
+    return int(total) if isinstance(total, int) else None
+
+
+def _server(model_runner: Any) -> dict[str, Any]:
+    """Which server and rank this process serves."""
+    args = getattr(model_runner, "server_args", None)
+    found = {name: getattr(args, name, None) for name in ("port", "host", "tp_size", "dp_size", "pp_size")}
+    for name in ("tp_rank", "pp_rank", "dp_rank", "gpu_id"):
+        found[name] = getattr(model_runner, name, None)
+    return {k: v for k, v in found.items() if isinstance(v, int | str)}
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

@@ -1,0 +1,75 @@
+"""Where does one layer's wide copy live? One buffer a device, shared by all layers, pools and draft steps.
+
+Under CUDA graphs it lasts: the graphs hold its address, also after `remove()`. It is zeroed once, so that slots
+which nobody cast are finite. Without graphs each call asks the caching allocator and gives back, as stock does;
+what attention kernels may touch beside the active rows (slot 0, the tails of last pages) is zeroed then.
+Never larger than stock's own: one layer of the largest pool.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvlab.kernels.active import ActiveSlots
+
+
+@dataclass
+class Scratch:
+    """Buffers by (device, lane). A lane per call kind where prefill and decode run at once, else one for all."""
+
+    lasting: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict)
+    # Outgrown by a later pool, but captured graphs may still write there.
+    outgrown: list[torch.Tensor] = field(default_factory=list)
+
+    def reserve(self, device: torch.device, lane: str, nbytes: int) -> None:
+        """Make the lasting buffer hold `nbytes`; raises torch.OutOfMemoryError where it cannot."""
+        key = (device, lane)
+        have = self.lasting.get(key)
+        if have is not None and have.numel() >= nbytes:
+            return
+        if is_capturing(device):
+            # A memset here would be replayed with the graph; what this buffer holds comes from casts only.
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        else:
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        if have is not None:
+            self.outgrown.append(have)
+        self.lasting[key] = buffer
+
+    def rows(
+        self, device: torch.device, lane: str, rows: int, width: int, dtype: torch.dtype, *, lasts: bool
+    ) -> torch.Tensor:
+        """[rows, 1, width] of `dtype`. A transient one is not cleared: see `clear_unread`."""
+        nbytes = rows * width * dtype.itemsize
+        if lasts or (device, lane) in self.lasting:
+            self.reserve(device, lane, nbytes)
+            return self.lasting[device, lane][:nbytes].view(dtype).view(rows, 1, width)
+        return torch.empty((rows, 1, width), dtype=dtype, device=device)
+
+    def nbytes(self) -> int:
+        return sum(t.numel() for t in (*self.lasting.values(), *self.outgrown))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes(), "lanes": sorted(lane for _, lane in self.lasting)}
+
+
+def clear_unread(shadow: torch.Tensor, active: ActiveSlots) -> None:
+    """Zero what a kernel may load and mask: slot 0, and each last page behind its length. No host sync."""
+    shadow[0].zero_()
+    if not active.is_paged or active.page_size == 1 or active.table.shape[1] == 0:
+        return
+    size = active.page_size
+    lengths = active.bounds.long().clamp(min=0, max=active.table.shape[1] * size)
+    last = (lengths - 1).clamp(min=0) // size
+    page = active.table.long().gather(1, last[:, None])
+    offset = torch.arange(size, device=shadow.device)
+    is_tail = (offset[None] >= (lengths - last * size)[:, None]) & (page >= 0) & (lengths > 0)[:, None]
+    # What is no tail goes to slot 0, which is clear already.
+    slots = torch.where(is_tail, page * size + offset[None], 0)
+    shadow.index_fill_(0, slots.clamp(max=shadow.shape[0] - 1).flatten(), 0)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Is the current stream being captured into a CUDA graph?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,95 @@
+"""The deferred cast: for one forward call the backend sees its pool through a view.
+
+`PoolView.get_key_buffer` calls the real one (hierarchical cache waits there) and returns a `DeferredCast`. When the
+method then asks it `.to(dtype)`, after the KV write, a strategy does the least work that gives the attention kernel
+the same bits. A view lives for one call: at all other times the backend holds its own pool, whose class other code
+checks and which MTP, TBO and hybrid backends swap or copy.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_WIDE = (torch.bfloat16, torch.float16)
+
+
+class DeferredCast:
+    """Raw FP8 rows that become wide when asked. Everything else goes to the rows themselves."""
+
+    def __init__(self, rows: torch.Tensor, cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+        self._rows, self._cast = rows, cast
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 1 and not kwargs and args[0] in _WIDE:
+            return self._cast(self._rows, args[0])
+        return self._rows.to(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._rows[key]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def raw(x: Any) -> Any:
+            if isinstance(x, DeferredCast):
+                return x._rows
+            return type(x)(map(raw, x)) if type(x) in (list, tuple) else x
+
+        return func(*raw(args), **{k: raw(v) for k, v in (kwargs or {}).items()})
+
+
+class PoolView:
+    """A pool during one call: `isinstance` and every attribute are the real pool's."""
+
+    def __init__(
+        self,
+        pool: Any,
+        cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+        write: Callable[..., None],
+    ) -> None:
+        object.__setattr__(self, "_pool", pool)
+        object.__setattr__(self, "_cast", cast)
+        object.__setattr__(self, "_write", write)
+
+    @property
+    def __class__(self) -> type:
+        return type(object.__getattribute__(self, "_pool"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._pool, name, value)
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        rows = self._pool.get_key_buffer(layer_id)
+        return DeferredCast(rows, self._cast)
+
+    def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._write(self._pool, *args, **kwargs)
+
+
+def is_view(pool: Any) -> bool:
+    return type(pool) is PoolView
+
+
+@contextmanager
+def seen_through(holder: Any, view: PoolView) -> Iterator[None]:
+    """`holder.token_to_kv_pool` is `view` inside, and the very pool again outside."""
+    pool = object.__getattribute__(view, "_pool")
+    holder.token_to_kv_pool = view
+    try:
+        yield
+    finally:
+        # Someone may have put another pool there meanwhile: that one stays.
+        if is_view(getattr(holder, "token_to_kv_pool", None)):
+            holder.token_to_kv_pool = pool

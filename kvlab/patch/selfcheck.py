@@ -1,0 +1,128 @@
+"""Does this strategy do on this host what it promises? Asked once, on a few rows, before it is trusted.
+
+Runs before capture, compiles the kernels that serving will use, and costs milliseconds once compiled. The exact
+strategies must give stock's own bits for every FP8 code; `fused` must be as near to float32 as attention on stock's
+wide rows is.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from kvlab.kernels.active import ActiveSlots
+from kvlab.patch import casts, write
+from kvlab.patch.policy import Facts
+
+_SLOTS = 256
+_TOKENS = 48
+# Attention in the wide dtype rounds probabilities and outputs: measured 0.2 % for flashinfer's BF16 kernel
+# (data/recorded/h200-stock). A wrong row or code is off by far more than three times that.
+FUSED_TOLERANCE = 0.006
+
+
+def check(strategy: str, facts: Facts) -> str | None:
+    """None, or what went wrong in a few words. Raises what the kernel raises."""
+    return _CHECKS[strategy](facts)
+
+
+def _codes(facts: Facts) -> torch.Tensor:
+    """[256, 1, width] FP8: every code in every column's neighbourhood, in a buffer with gaps between slots."""
+    codes = torch.arange(_SLOTS * facts.width, device=facts.device, dtype=torch.int64)
+    codes = (codes + torch.div(codes, facts.width, rounding_mode="floor")) % 256
+    backing = torch.zeros((_SLOTS, facts.width + 16), dtype=torch.uint8, device=facts.device)
+    backing[:, : facts.width] = codes.view(_SLOTS, facts.width).to(torch.uint8)
+    return backing[:, : facts.width].unsqueeze(1).view(facts.fp8)
+
+
+def _active(facts: Facts) -> ActiveSlots:
+    """Every other slot, some twice, in two requests, before a stale tail."""
+    slots = torch.arange(0, _SLOTS, 2, dtype=torch.int32, device=facts.device)
+    slots = torch.cat([slots, slots[:16], torch.full((32,), 1, dtype=torch.int32, device=facts.device)])
+    bounds = torch.tensor([0, 40, _SLOTS // 2 + 16], dtype=torch.int32, device=facts.device)
+    if facts.page_size == 1 or _SLOTS % facts.page_size:
+        return ActiveSlots.ragged(slots, bounds)
+    pages = _SLOTS // facts.page_size
+    table = torch.arange(pages, dtype=torch.int32, device=facts.device).flip(0).repeat(2, 1)
+    lengths = [max(pages // 2 * facts.page_size - 1, 1), 1]
+    return ActiveSlots.paged(
+        table, torch.tensor(lengths, dtype=torch.int32, device=facts.device), facts.page_size
+    )
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """Bits as integers. A CPU's cast writes its own NaN: there all NaN count as one."""
+    bits = t.contiguous().view(torch.int16)
+    return torch.where(t.isnan(), -1, bits) if t.device.type == "cpu" else bits
+
+
+def _differs(got: torch.Tensor, want: torch.Tensor) -> str | None:
+    wrong = (_bits(got) != _bits(want)).sum().item()
+    return f"{wrong} of {want.numel()} values differ from the stock cast" if wrong else None
+
+
+def _shadow(facts: Facts) -> str | None:
+    rows, active = _codes(facts), _active(facts)
+    out = torch.zeros(rows.shape, dtype=facts.q_dtype, device=facts.device)
+    casts.shadow(rows, out, active)
+    want = torch.zeros_like(out)
+    slots = active.distinct(_SLOTS)
+    want[slots] = rows.to(facts.q_dtype)[slots]
+    return _differs(out, want)
+
+
+def _gather(facts: Facts) -> str | None:
+    rows, active = _codes(facts), _active(facts)
+    found = casts.slot_map(active, _SLOTS)
+    compact = torch.zeros((found.rows, 1, facts.width), dtype=facts.q_dtype, device=facts.device)
+    casts.gather(rows, compact, found)
+    renamed = ActiveSlots(found.new_indices, active.bounds, active.page_size, active.is_paged)
+    wide = rows.to(facts.q_dtype)
+    for old, new in zip(active.slots(), renamed.slots(), strict=True):
+        wrong = _differs(compact[new], wide[old])
+        if wrong:
+            return wrong
+    return None
+
+
+def _fused(facts: Facts) -> str | None:
+    from kvlab.kernels import reference
+    from kvlab.patch.strategies.fused import attend
+
+    if facts.heads is None or facts.rank is None:
+        return "heads not known"
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((_SLOTS, 1, facts.width), generator=generator).to(facts.fp8).to(facts.device)
+    q = torch.randn((2, facts.heads, facts.width), generator=generator).to(facts.device, facts.q_dtype)
+    slots = torch.randperm(_SLOTS, generator=generator)[:_TOKENS].to(facts.device, torch.int32)
+    active = ActiveSlots.ragged(slots, torch.tensor([0, 5, _TOKENS], dtype=torch.int32, device=facts.device))
+    q_nope, q_pe = q[..., : facts.rank], q[..., facts.rank :]
+    scale = facts.width**-0.5
+    got = attend(q_nope, q_pe, rows, active, sm_scale=scale, logit_cap=0.0).float()
+    want, _ = reference.mla_attention(q_nope, q_pe, rows, active, sm_scale=scale)
+    error = ((got - want).norm() / want.norm()).item()
+    # A NaN compares as neither, and must not pass.
+    return None if error <= FUSED_TOLERANCE else f"relative error {error:.2g} against float32"
+
+
+def check_write(facts: Facts) -> str | None:
+    """The one-launch KV write: the bytes of stock's cast for every value of the query dtype."""
+    values = torch.arange(2**16, dtype=torch.int32, device=facts.device).to(torch.int16).view(facts.q_dtype)
+    rank = facts.rank or facts.width - 64
+    tokens = values.numel() // rank + 1
+    padded = torch.cat([values, values[: tokens * rank - values.numel()]]).view(tokens, rank)
+    rope = padded[:, : facts.width - rank]
+    buffer = torch.zeros((tokens, 1, facts.width), dtype=torch.uint8, device=facts.device)
+    write.quantise(buffer, torch.arange(tokens, device=facts.device), padded, rope, facts.fp8)
+    want = torch.cat([padded, rope], dim=1).to(facts.fp8).view(torch.uint8).unsqueeze(1)
+    wrong = (buffer != want).sum().item()
+    return f"{wrong} of {want.numel()} bytes differ from the stock write" if wrong else None
+
+
+_CHECKS: dict[str, Callable[[Facts], str | None]] = {
+    "shadow": _shadow,
+    "gather": _gather,
+    "replan": lambda facts: None,
+    "fused": _fused,
+    # flashinfer's own kernel: its plan refuses what it cannot do.
+    "native": lambda facts: None,
+}

@@ -1,0 +1,161 @@
+"""Where does this SGLang cast its pool? Read from its source, without importing it.
+
+A site is recognised by what the code is: a method `forward_decode` or `forward_extend` of the backend's class that
+contains `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)` and reads the metadata that the adapter will read.
+Release numbers decide nothing, so a newer release with the same seam is patched and an older one that was fixed by
+hand is not.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+RECOGNISED = "recognised"
+LEFT_ALONE = "left alone"
+# The seam needs these to be the first parameters, in this order.
+_SIGNATURE = ("self", "q", "k", "v", "layer", "forward_batch")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One attention backend: where it lives and which attributes its adapter reads, by call kind."""
+
+    name: str
+    module: str
+    cls: str
+    reads: dict[str, tuple[str, ...]]
+
+    @property
+    def path(self) -> str:
+        return self.module.removeprefix("sglang.").replace(".", "/") + ".py"
+
+
+FAMILIES = (
+    Family(
+        "flashinfer_mla",
+        "sglang.srt.layers.attention.flashinfer_mla_backend",
+        "FlashInferMLAAttnBackend",
+        {"decode": ("forward_metadata", "decode_wrapper"), "extend": ("forward_metadata", "prefill_wrapper")},
+    ),
+    Family(
+        "fa3",
+        "sglang.srt.layers.attention.flashattention_backend",
+        "FlashAttentionBackend",
+        dict.fromkeys(("decode", "extend"), ("forward_metadata", "page_table", "cache_seqlens_int32")),
+    ),
+)
+KINDS = ("decode", "extend")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place that casts the pool. `holder`: who holds the pool there, `self` or `forward_batch`."""
+
+    family: str
+    kind: str
+    module: str
+    cls: str
+    state: str
+    reason: str = ""
+    line: int = 0
+    holder: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}.{self.kind}"
+
+    @property
+    def method(self) -> str:
+        return f"forward_{self.kind}"
+
+    def left(self, reason: str) -> "Site":
+        return replace(self, state=LEFT_ALONE, reason=reason)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The SGLang of this environment: its version, its package folder and what its source casts."""
+
+    version: str | None
+    root: Path | None
+    sites: tuple[Site, ...]
+
+    @property
+    def recognised(self) -> tuple[Site, ...]:
+        return tuple(s for s in self.sites if s.state == RECOGNISED)
+
+
+def installed() -> Installed:
+    """Look at the installed SGLang. Nothing of it is imported."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return Installed(None, None, ())
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        version = None
+    root = Path(next(iter(spec.submodule_search_locations)))
+    return Installed(version, root, tuple(find(root)))
+
+
+def find(root: Path) -> Iterator[Site]:
+    """Every site of the SGLang package under `root`, recognised or left alone with a reason."""
+    for family in FAMILIES:
+        path = root / family.path
+        blank = [Site(family.name, kind, family.module, family.cls, LEFT_ALONE) for kind in KINDS]
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except OSError:
+            yield from (s.left(f"this release has no {family.path}") for s in blank)
+            continue
+        except SyntaxError as e:
+            yield from (s.left(f"{family.path} does not parse: line {e.lineno}") for s in blank)
+            continue
+        yield from (recognise(family, site, tree) for site in blank)
+
+
+def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
+    """`site` as `tree` shows it."""
+    cls = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == family.cls), None)
+    if cls is None:
+        return site.left(f"{family.path} has no class {family.cls}")
+    method = next((n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == site.method), None)
+    if method is None:
+        return site.left(f"{family.cls} has no {site.method}")
+    if tuple(a.arg for a in method.args.args[: len(_SIGNATURE)]) != _SIGNATURE:
+        return site.left(f"{site.method} does not begin with ({', '.join(_SIGNATURE)})")
+    casts = list(pool_casts(method))
+    if not casts:
+        return site.left(f"{site.method} casts no pool: already fixed, or not the code we know")
+    if len(casts) > 1:
+        return site.left(f"{site.method} casts the pool {len(casts)} times, once is what we know")
+    line, holder = casts[0]
+    if holder not in ("self", "forward_batch"):
+        return replace(site.left(f"the pool is held by {holder!r}, not by self or forward_batch"), line=line)
+    named = {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)}
+    missing = [a for a in family.reads[site.kind] if a not in named]
+    if missing:
+        return replace(site.left(f"{site.method} does not read {', '.join(missing)}"), line=line)
+    return replace(site, state=RECOGNISED, line=line, holder=holder)
+
+
+def pool_casts(method: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """(line, holder) of each `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)`."""
+    for node in ast.walk(method):
+        if not (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
+        ):
+            continue
+        read = node.func.value
+        if not (isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute)):
+            continue
+        pool = read.func.value
+        if read.func.attr != "get_key_buffer":
+            continue
+        if isinstance(pool, ast.Attribute) and pool.attr == "token_to_kv_pool":
+            yield read.lineno, ast.unparse(pool.value)
+        else:
+            yield read.lineno, ast.unparse(pool)

@@ -1,0 +1,84 @@
+"""flashinfer's own FP8 path, where the installed one has it: SM90, BF16 queries, e4m3 rows, flashinfer >= 0.6.14.
+
+SGLang plans with one dtype for Q and KV. The KV argument alone is changed at each full plan (`plan_kv_dtype`; the
+fast plan of a replay keeps the module that the first plan compiled), and `run` is given the scales that FP8 needs.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from kvlab.patch.policy import Facts
+from kvlab.patch.reads import FlashInferMLA
+from kvlab.patch.strategies.base import Call
+
+
+class Native:
+    name = "native"
+    is_exact = False
+
+    def refusal(self, facts: Facts) -> str | None:
+        if facts.family != "flashinfer_mla":
+            return "fa3 takes no FP8 rows at this head size"
+        if facts.kind != "decode":
+            return "decode only"
+        if facts.fp8 != torch.float8_e4m3fn or facts.q_dtype != torch.bfloat16:
+            return f"flashinfer takes BF16 with e4m3 only, not {facts.q_dtype} with {facts.fp8}"
+        if facts.rank not in (None, 512):
+            return f"flashinfer takes kv_lora_rank 512 only, not {facts.rank}"
+        if facts.device.type == "cuda" and torch.cuda.get_device_capability(facts.device)[0] != 9:
+            return "flashinfer's FP8 MLA is for SM90"
+        return flashinfer_refusal()
+
+    def enter(self, call: Call) -> None:
+        wrapper = FlashInferMLA.wrapper(call.backend, call.kind)
+        if getattr(wrapper, "_kv_data_type", None) != call.facts.fp8:
+            raise RuntimeError("the wrapper was planned for wide rows")
+        metadata = call.backend.forward_metadata
+        metadata.decode_wrapper = _WithScales(wrapper)
+
+        def back() -> None:
+            metadata.decode_wrapper = wrapper
+
+        call.undo.append(back)
+
+    def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return rows
+
+
+class _WithScales:
+    """A wrapper whose `run` passes the scales that rows stored unscaled have: one."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper.run(*args, **kwargs, ckv_scale=1.0, kpe_scale=1.0)
+
+
+class PlanKV:
+    """A wrapper whose full plan gets `kv_dtype` for its last argument; a fast plan has no use for it."""
+
+    def __init__(self, wrapper: Any, kv_dtype: torch.dtype) -> None:
+        self._wrapper, self._kv_dtype = wrapper, kv_dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
+
+    def plan(self, *args: Any) -> Any:
+        return self._wrapper.plan(*args[:-1], self._kv_dtype)
+
+
+def flashinfer_refusal() -> str | None:
+    """Why the installed flashinfer has no FP8 MLA, or None."""
+    try:
+        from flashinfer import BatchMLAPagedAttentionWrapper
+    except ImportError as e:
+        return f"flashinfer does not import: {e}"
+    if "ckv_scale" not in inspect.signature(BatchMLAPagedAttentionWrapper.run).parameters:
+        return "the installed flashinfer has no FP8 rows in MLA (0.6.14 is the first)"
+    return None

@@ -1,0 +1,76 @@
+"""The FP8 KV write in one launch: same bytes as stock's two or three, also above 448 and for NaN.
+
+Stock casts the latent and the rope part to FP8, each a launch, and scatters both with a third. Triton's own cast to
+e4m3 saturates where torch's gives NaN, so the rounding here is torch's own, in integers
+(c10/util/Float8_e4m3fn.h, Float8_e5m2.h: `fp8e4m3fn_from_fp32_value`, `fp8e5m2_from_fp32_value`).
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from kvlab.patch import casts
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusal(pool: Any) -> str | None:
+    """Why this pool's writes stay stock's, or None. A pool's class may have its own write: that one is left alone."""
+    memory_pool = sys.modules.get("sglang.srt.mem_cache.memory_pool")
+    plain = getattr(memory_pool, "MLATokenToKVPool", None)
+    if plain is None:
+        return "SGLang's MLATokenToKVPool is not loaded"
+    own = ("set_mla_kv_buffer", "_write_mla_kv_buffer", "_scatter_mla_rows")
+    if any(getattr(type(pool), n, None) is not getattr(plain, n, None) for n in own):
+        return f"{type(pool).__name__} has its own KV write"
+    if getattr(pool, "nsa_kv_cache_store_fp8", False) or getattr(pool, "dsa_kv_cache_store_fp8", False):
+        return "rows with scales"
+    if pool.dtype not in _FP8 or pool.store_dtype != torch.uint8:
+        return f"rows of {pool.dtype} stored as {pool.store_dtype}"
+    if getattr(pool, "requires_physical_write_loc", False):
+        return "the pool checks its write locations"
+    if os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "0").lower() in ("1", "true", "yes"):
+        return "SGLANG_ENABLE_ASYNC_ASSERT checks write locations"
+    return None
+
+
+def write(pool: Any, layer: Any, loc: Any, nope: torch.Tensor, rope: torch.Tensor | None) -> bool:
+    """Write `nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] to slots `loc`; False where stock must do it."""
+    loc = getattr(loc, "loc", loc)
+    if rope is None or nope.dtype not in _WIDE or rope.dtype != nope.dtype or not torch.is_tensor(loc):
+        return False
+    buffer = pool.kv_buffer[layer.layer_id - pool.start_layer]
+    nope, rope = nope.reshape(-1, nope.shape[-1]), rope.reshape(-1, rope.shape[-1])
+    width = nope.shape[1] + rope.shape[1]
+    tokens = loc.numel()
+    is_plain = (
+        buffer.dim() == 3
+        and buffer.shape[1:] == (1, width)
+        and buffer.stride(-1) == 1
+        and nope.stride(-1) == 1
+        and rope.stride(-1) == 1
+        and loc.is_contiguous()
+        and nope.shape[0] >= tokens
+        and rope.shape[0] >= tokens
+    )
+    if not is_plain:
+        return False
+    if tokens:
+        quantise(buffer, loc, nope, rope, pool.dtype)
+    return True
+
+
+def quantise(
+    buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, fp8: torch.dtype
+) -> None:
+    """One launch. buffer uint8 [slots, 1, width], slot stride free; loc int32 or int64 [tokens]."""
+    if not casts.on_device(buffer.device):
+        row = torch.cat([nope[: loc.numel()], rope[: loc.numel()]], dim=1)
+        buffer[loc.long()] = row.to(fp8).view(torch.uint8).unsqueeze(1)
+        return
+    from kvlab.patch.write_kernel import launch
+
+    launch(buffer, loc, nope, rope, is_e5m2=fp8 == torch.float8_e5m2)
