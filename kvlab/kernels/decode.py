@@ -22,6 +22,8 @@ BACKENDS = ("auto", "triton", "cuda")
 MAX_HEADS = 128
 MAX_LATENT = 512
 MAX_ROPE = 64
+# Few registers matter more to the merge than the speed of the float32 columns that it hardly ever computes.
+MERGE_WARPS, MERGE_STAGES, WIDE_TILE = 2, 2, 2
 # The CUDA kernels keep tickets at a workspace's start that every call must leave zero.
 _HEADER_BYTES = 8192
 
@@ -32,7 +34,7 @@ class Tuning:
 
     `block_h` query columns (heads x query tokens) and `tile` tokens at a time by `warps`, loads `stages`
     deep; `shares` programs an SM, each with at least `min_tiles` tiles. `method` opens FP8 codes
-    (mla_triton._open_pairs). Pieces are merged `pieces` at a time, `chunk` pairs of columns a program.
+    (mla_triton._open_pairs). `pdl`: programmatic dependent launch (SM90 on).
     """
 
     block_h: int
@@ -42,8 +44,6 @@ class Tuning:
     shares: int
     min_tiles: int
     method: str
-    chunk: int = 64
-    pieces: int = 32
     pdl: bool = False
 
 
@@ -59,7 +59,7 @@ def _chip(device: torch.device) -> tuple[int, int]:
 def tuning(capability: int, columns: int) -> Tuning:
     """The cut for a compute capability (0: the interpreter) and query columns a request."""
     if capability == 0:
-        return Tuning(16, 16, 4, 1, 2, 1, "plain", chunk=16, pieces=4)
+        return Tuning(16, 16, 4, 1, 2, 1, "plain")
     method = "cvt" if capability >= 89 else "bits"
     pdl = capability >= 90
     if capability in (90, 100, 103) and columns > 32:
@@ -305,6 +305,17 @@ def _as_pairs(name: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat.view(dtype).as_strided(shape, (*strides, 1))
 
 
+def _merge_cut(columns: int, pairs: int) -> tuple[int, int]:
+    """Pairs of a column that a program of the merge takes, and pieces it reads at once.
+
+    Few columns may each have hundreds of pieces, so they are cut fine; many columns have few.
+    """
+    chunk = 16
+    while chunk < pairs and columns * (pairs // chunk) > 2048:
+        chunk *= 2
+    return chunk, max(4, 1024 // chunk)
+
+
 def _launch(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor | None,
@@ -340,6 +351,7 @@ def _launch(
     codes = _as_pairs("rows", pool, torch.uint16)
     page_size = active.page_size if active.is_paged else 0
     limit = active.table.shape[1] * page_size if page_size else active.table.numel()
+    most = 2**31 - 1 - max(page_size, 1)
     log2e = 1 / math.log(2)
     shared = (
         qn,
@@ -354,8 +366,8 @@ def _launch(
         part_lse.view(torch.float32),
         records.view(torch.int32),
         active.batch,
-        min(limit, 2**31 - 1),
-        min(pool.shape[0], 2**31 - 1),
+        min(limit, most),
+        min(pool.shape[0], most),
         codes.stride(0),
         active.table.stride(0) if active.is_paged else 0,
         qn.stride(0),
@@ -387,7 +399,8 @@ def _launch(
     }
     blocks = tokens * -(-heads // tune.block_h)
     lanes = tune.block_h if q_indptr is not None else min(tune.block_h, heads)
-    chunk = min(tune.chunk, _pairs_held(rank))
+    chunk, at_once = _merge_cut(blocks * lanes, _pairs_held(rank))
+    launch = {"launch_pdl": True} if tune.pdl else {}
     decode_kernel[(sms * tune.shares,)](
         *shared,
         tune.min_tiles,
@@ -397,13 +410,15 @@ def _launch(
         METHOD=tune.method,
         STAGES=tune.stages,
         num_warps=tune.warps,
+        **launch,
     )
     merge_kernel[(blocks, lanes, triton.cdiv(rank // 2, chunk))](
         *shared,
         **constants,
         CHUNK=chunk,
-        PIECES=tune.pieces,
-        WIDE_TILE=8,
-        num_warps=4,
-        **({"launch_pdl": True} if tune.pdl else {}),
+        PIECES=at_once,
+        STAGES=MERGE_STAGES,
+        WIDE_TILE=WIDE_TILE,
+        num_warps=MERGE_WARPS,
+        **launch,
     )

@@ -1,7 +1,7 @@
 """Which specialisations of the decode kernels does a chip get? For kvlab.kernels.aot to compile."""
 
 from kvlab.kernels.aot import Spec
-from kvlab.kernels.decode import Tuning, tuning
+from kvlab.kernels.decode import MERGE_STAGES, MERGE_WARPS, WIDE_TILE, Tuning, tuning
 
 _POINTERS = {
     "q_nope": "*u32",
@@ -64,7 +64,7 @@ def specs(
         "METHOD": tune.method,
         "STAGES": tune.stages,
     }
-    of_merge = {"CHUNK": tune.chunk, "PIECES": tune.pieces, "WIDE_TILE": 8}
+    of_merge = {"CHUNK": 16, "PIECES": 64, "STAGES": MERGE_STAGES, "WIDE_TILE": WIDE_TILE}
     name = f"sm_{capability} {heads} heads"
     module = "kvlab.kernels.mla_triton"
     return [
@@ -83,7 +83,7 @@ def specs(
             signature=signature,
             constexprs=constants | of_merge,
             divisible=_DIVISIBLE,
-            num_warps=4,
+            num_warps=MERGE_WARPS,
             num_stages=3,
         ),
     ]

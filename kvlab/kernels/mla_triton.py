@@ -162,17 +162,26 @@ def _extent(r, bounds, q_indptr, limit, PAGED: tl.constexpr, RAGGED_Q: tl.conste
 
 
 @triton.jit
-def _slots(table, r, begin, position, is_token, table_stride, num_slots, PAGE_SIZE: tl.constexpr):
-    """Slots of the request's tokens, -1 where there is none. PAGE_SIZE 0: token-level."""
+def _slots(table, r, begin, position, table_stride, num_slots, PAGE_SIZE: tl.constexpr):
+    """Slots at these positions of a request, uint32, and which are real. PAGE_SIZE 0: token-level.
+
+    Callers hold positions within the request, so nothing here is masked: a row past its end would be a
+    repeated one, whose loads cost less than a mask carried through the pipeline for every row and thread.
+    Comparisons are unsigned: one tells both a negative entry and one past the pool.
+    """
     if PAGE_SIZE == 0:
-        slot = tl.load(table + begin + position, mask=is_token, other=-1).to(tl.int64)
-        is_slot = (slot >= 0) & (slot < num_slots)
+        entry = tl.load(table + begin + position)
+        if entry.dtype == tl.int64:
+            is_slot = entry.to(tl.uint64) < num_slots.to(tl.uint64)
+        else:
+            is_slot = entry.to(tl.uint32) < num_slots.to(tl.uint32)
+        slot = entry.to(tl.uint32)
     else:
-        page = tl.load(
-            table + r.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=is_token, other=-1
-        ).to(tl.int64)
-        slot = page * PAGE_SIZE + position % PAGE_SIZE
-        is_slot = (page >= 0) & (slot < num_slots)
+        page = tl.load(table + r.to(tl.int64) * table_stride + position // PAGE_SIZE).to(tl.uint32)
+        slot = page * PAGE_SIZE + (position % PAGE_SIZE).to(tl.uint32)
+        is_slot = page <= ((num_slots - 1) // PAGE_SIZE).to(tl.uint32)
+        if PAGE_SIZE > 1:
+            is_slot &= slot < num_slots.to(tl.uint32)
     return slot, is_slot
 
 
@@ -226,7 +235,8 @@ def decode_kernel(
 ):
     """One share of the batch's tiles: attention over them, finished or left as a piece. See mla_decode."""
     if PDL:
-        # Let the second kernel take its places; it waits for this one's results itself.
+        # Launched while the kernel before still runs: wait for what it wrote. The second kernel waits alike.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     share = tl.program_id(0)
     PAGED: tl.constexpr = PAGE_SIZE > 0
@@ -306,13 +316,12 @@ def decode_kernel(
             m = tl.full([BLOCK_H], float("-inf"), tl.float32)
             norm = tl.zeros([BLOCK_H], tl.float32)
 
-            t1 = tl.where(is_wide, t0, t0 + taken)
+            t1 = tl.where(is_wide | (length == 0), t0, t0 + taken)
             for t in tl.range(t0, t1, num_stages=STAGES):
                 position = t * TILE + lane_t
-                slot, is_slot = _slots(
-                    table, r, begin, position, position < length, table_stride, num_slots, PAGE_SIZE
-                )
-                row = rows + slot[:, None] * row_stride
+                within = tl.minimum(position, length - 1)
+                slot, is_slot = _slots(table, r, begin, within, table_stride, num_slots, PAGE_SIZE)
+                row = rows + slot.to(tl.uint64)[:, None] * row_stride.to(tl.uint32)
                 if LATENT == PAIRS:
                     x = tl.load(row + pair[None, :], mask=is_slot[:, None], other=0)
                 else:
@@ -320,8 +329,9 @@ def decode_kernel(
                         row + pair[None, :], mask=is_slot[:, None] & (pair < LATENT)[None, :], other=0
                     )
                 k_even, k_odd = _open_pairs(tl.trans(x), E5M2, METHOD)
+                # Two sums, added at the end: one would be a chain of products that wait for each other.
                 s = tl.dot(q_even, k_even)
-                s = tl.dot(q_odd, k_odd, s)
+                s_odd = tl.dot(q_odd, k_odd)
                 if ROPE > 0:
                     x_rope = tl.load(
                         row + (LATENT + rope_pair)[None, :],
@@ -330,15 +340,14 @@ def decode_kernel(
                     )
                     k_rope_even, k_rope_odd = _open_pairs(tl.trans(x_rope), E5M2, METHOD)
                     s = tl.dot(q_rope_even, k_rope_even, s)
-                    s = tl.dot(q_rope_odd, k_rope_odd, s)
-                s *= unscale[:, None]
+                    s_odd = tl.dot(q_rope_odd, k_rope_odd, s_odd)
+                s = (s + s_odd) * unscale[:, None]
                 if CAPPED:
                     s = _cap(s, cap2)
+                seen = (is_slot & (position < length))[None, :]
                 if CAUSAL:
-                    seen = is_slot[None, :] & (position[None, :] <= last[:, None])
-                    s = tl.where(seen, s, float("-inf"))
-                else:
-                    s = tl.where(is_slot[None, :], s, float("-inf"))
+                    seen &= position[None, :] <= last[:, None]
+                s = tl.where(seen, s, float("-inf"))
 
                 m_new = tl.maximum(m, tl.max(s, 1))
                 base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -442,6 +451,7 @@ def merge_kernel(
     E5M2: tl.constexpr,
     CHUNK: tl.constexpr,  # pairs a program merges
     PIECES: tl.constexpr,  # pieces it reads at once
+    STAGES: tl.constexpr,
     WIDE_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -488,7 +498,7 @@ def merge_kernel(
         norm = tl.zeros([1], tl.float32)
         acc_even = tl.zeros([CHUNK], tl.float32)
         acc_odd = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, pieces, PIECES):
+        for start in tl.range(0, pieces, PIECES, num_stages=STAGES):
             i = start + tl.arange(0, PIECES)
             # Only the first piece is a request's beginning, kept in its share's second place.
             piece = ((share + i) * 2 + (i == 0).to(tl.int32)).to(tl.int64) * BLOCK_H + lane
@@ -605,10 +615,9 @@ def _wide_column(
     acc_odd = tl.zeros([PAIRS], tl.float32)
     for start in range(0, length, TILE):
         position = start + tl.arange(0, TILE)
-        slot, is_slot = _slots(
-            table, r, begin, position, position < length, table_stride, num_slots, PAGE_SIZE
-        )
-        row = rows + slot[:, None] * row_stride
+        within = tl.minimum(position, length - 1)
+        slot, is_slot = _slots(table, r, begin, within, table_stride, num_slots, PAGE_SIZE)
+        row = rows + slot.to(tl.uint64)[:, None] * row_stride.to(tl.uint32)
         x = tl.load(row + pair[None, :], mask=is_slot[:, None] & is_pair[None, :], other=0)
         k_even, k_odd = _open_pairs(x, E5M2, "plain")
         k_even = k_even.to(tl.float32)
@@ -629,7 +638,7 @@ def _wide_column(
         s *= unscale
         if CAPPED:
             s = _cap(s, cap2)
-        s = tl.where(is_slot, s, float("-inf"))
+        s = tl.where(is_slot & (position < length), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s - base)

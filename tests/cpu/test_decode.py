@@ -167,7 +167,7 @@ def cut(*, shares=2, min_tiles=1) -> Tuning | None:
     """The interpreter's cut with few programs; on a GPU the chip's own."""
     if torch.cuda.is_available():
         return None
-    return Tuning(16, 16, 4, 1, shares, min_tiles, "plain", chunk=16, pieces=4)
+    return Tuning(16, 16, 4, 1, shares, min_tiles, "plain")
 
 
 def test_wildly_unequal_lengths(device):
