@@ -54,23 +54,29 @@ class Events:
     `pieces`: the file's bytes in chunks of any size. Raises BadInput, naming `name`, for what is no trace.
     """
 
-    def __init__(self, pieces: Iterable[bytes], name: str) -> None:
+    def __init__(self, pieces: Iterable[bytes], name: str, *, inside: bool = False) -> None:
+        """`inside`: the bytes start within the array, at an event, and may stop before its end."""
         self._pieces = iter(pieces)
         self._name = name
+        self._inside = inside
         self._decode: Callable[[bytes], list[Event]] = msgspec.json.Decoder(list[Event]).decode
         self.meta: dict[str, Any] = {}
         self.notes: list[str] = []
         self.skipped = 0
+        self.closed = False
+        """The array's end was seen."""
+        self.left = b""
+        """What followed the last complete event where it was not."""
 
     def __iter__(self) -> Iterator[list[Event]]:
-        buf = self._header()
-        closed = eof = False
+        buf = b"" if self._inside else self._header()
+        eof = False
         while True:
-            events, used, closed = self._take(buf, eof)
+            events, used, self.closed = self._take(buf, eof)
             if events:
                 yield events
             buf = buf[used:]
-            if closed or (eof and not used):
+            if self.closed or (eof and not used):
                 break
             if not used:
                 if len(buf) > LIMIT:
@@ -82,12 +88,13 @@ class Events:
                     piece = next(self._pieces, b"")
                     more, eof = more + piece, not piece
                 buf += more
-        if closed:
+        if self.closed:
             self._footer(buf)
         else:
+            self.left = buf.strip(_SPACE + b",")
             self.notes.append(
                 "the file is cut off: its traceEvents array has no end"
-                + (f", {len(buf)} bytes of an unfinished event left out" if buf.strip() else "")
+                + (f", {len(self.left)} bytes of an unfinished event left out" if self.left else "")
             )
         if self.skipped:
             self.notes.append(f"{self.skipped} malformed events left out")

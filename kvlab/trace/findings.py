@@ -151,8 +151,8 @@ def _fp4(cast: KvCast | None, unpacks: bool) -> Finding:
     if cast and _is_fp4(cast):
         text = (
             f"{short(cast.kernel)} unpacks 4-bit codes {cast.copies_per_step:.0f} times a step, "
-            f"{cast.ms_per_step:.1f} ms together ({cast.share:.0%} of busy time), equal to {cast.spread:.1%}. "
-            "How many rows it unpacks is not in a compiled kernel's name: that it is the pool follows from "
+            f"{cast.ms_per_step:.1f} ms together ({cast.share:.0%} of busy time), equal to "
+            f"{cast.spread:.1%}. How many rows it unpacks is not in a compiled kernel's name: that it is the pool follows from "
             "equal durations before every attention call, not from its size."
         )
         return Finding(what=FP4, verdict=FOUND, text=text, do=_texts()["fp4"]["do"])

@@ -1,6 +1,6 @@
 """Which layer does a kernel belong to, without modules to ask?
 
-Every layer launches the same kernels, so the first one that runs exactly once a layer marks where each begins.
+Every layer launches the same kernels: the first one that runs exactly once a layer marks where each begins.
 """
 
 from collections import Counter

@@ -21,7 +21,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 p.small { color: var(--soft); font-size: .9rem; }
 table { border-collapse: collapse; }
-td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid var(--line); } td:first-child, th:first-child { text-align: left; }
+td, th { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
+td:first-child, th:first-child { text-align: left; }
 figure { margin: 1rem 0; } .do { border-left: 3px solid #0072b2; padding-left: .8rem; }
 """
 

@@ -73,13 +73,13 @@ def from_server(
     folder: Path | None = None,
     timeout: float = 300.0,
 ) -> list[Path]:
-    """Profile `steps` forward steps of the server at `url` while it decodes; return the traces' paths in `out`.
+    """Profile `steps` forward steps of the server at `url` while it decodes; return the traces in `out`.
 
-    `requests` prompts of about `context` tokens are sent first so that it decodes (0: rely on its traffic), each
-    for `tokens` new tokens. `folder`: where the server may write and this process can read (None: a temporary
-    one, for a server on this host). `patch`: the KVLAB_PATCH the server was started with, which it does not
-    tell. `timeout` in seconds. Raises BadInput for a server that does not answer or writes no trace; then nothing
-    is left in `out`.
+    `requests` prompts of about `context` tokens are sent first so that it decodes (0: rely on its traffic),
+    each for `tokens` new tokens. `folder`: where the server may write and this process can read (None: a
+    temporary one, for a server on this host). `patch`: the KVLAB_PATCH the server was started with, which it
+    does not tell. `timeout` in seconds. Raises BadInput for a server that does not answer or writes no trace;
+    then nothing is left in `out`.
     """
     url = url.rstrip("/")
     info = _server_info(url)

@@ -1,0 +1,167 @@
+"""A large plain file read by several processes, a stretch each.
+
+Where a stretch may start is guessed; that it is right is proven: a reader that starts at an event and uses up
+its stretch to the last byte ends at an event, so the next one starts at one. Where a guess was wrong the file
+is read by one process.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvlab.trace.events import Events
+from kvlab.trace.store import Builder, HostEvents, Kernels
+from kvlab.trace.stream import CHUNK
+
+# Below this a process takes longer to start than to save.
+_LEAST = 32 << 20
+_MOST = 4
+_SEAM = re.compile(rb"}\s*,\s*{")
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """What one process read: the columns' bytes, and the tables that their numbers index."""
+
+    whole: bool
+    """The stretch was used up to its last byte, and everything in it."""
+    usable: bool
+    """Every event has a time."""
+    events: int
+    names: list[str]
+    tracks: list[tuple[int | str, int | str]]
+    configs: list[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]
+    kernels: dict[str, bytes]
+    host: dict[str, bytes]
+    shapes: list[tuple[int, Any]]
+    meta: dict[str, Any]
+    notes: list[str]
+
+
+def read(path: Path, size: int) -> tuple[Builder, dict[str, Any], list[str]] | None:
+    """The events of a plain file in several processes, or None where one process should read it."""
+    count = min(_MOST, _cpus(), size // _LEAST)
+    bounds = _bounds(path, size, count) if count > 1 else []
+    if not bounds:
+        return None
+    others = [_start(path, lo, hi) for lo, hi in bounds[1:]]
+    try:
+        builder, events, whole, usable = _stretch(path, *bounds[0])
+        notes, meta = [], events.meta
+        for i, other in enumerate(others):
+            out, _ = other.communicate()
+            if not (whole and usable) or other.returncode:
+                return None
+            part = msgspec.msgpack.decode(out, type=Part)
+            last = i == len(others) - 1
+            whole, usable = part.whole or last, part.usable
+            _join(builder, part)
+            meta.update(part.meta)
+            notes = part.notes if last else []
+        return (builder, meta, notes) if whole and usable else None
+    finally:
+        for other in others:
+            if other.poll() is None:
+                other.kill()
+                other.communicate()
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bounds(path: Path, size: int, count: int) -> list[tuple[int, int]]:
+    """Stretches (start, end); each but the first starts behind the comma between two events."""
+    cuts = [0]
+    ends = []
+    with path.open("rb") as file:
+        for i in range(1, count):
+            at = size * i // count
+            file.seek(at)
+            found = _SEAM.search(file.read(1 << 20))
+            if not found:
+                return []
+            ends.append(at + found.start() + 1)
+            cuts.append(at + found.end() - 1)
+    return list(zip(cuts, [*ends, size], strict=True))
+
+
+def _stretch(path: Path, lo: int, hi: int) -> tuple[Builder, Events, bool, bool]:
+    events = Events(_pieces(path, lo, hi), str(path), inside=lo > 0)
+    builder = Builder()
+    for batch in events:
+        builder.add(batch)
+    usable = builder.order() == 0
+    return builder, events, not (events.closed or events.left or events.skipped), usable
+
+
+def _pieces(path: Path, lo: int, hi: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(lo)
+        while lo < hi and (piece := file.read(min(CHUNK, hi - lo))):
+            lo += len(piece)
+            yield piece
+
+
+def _start(path: Path, lo: int, hi: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", __spec__.name, str(path), str(lo), str(hi)]
+    # The package as it is imported here, also where it is not installed.
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+
+
+def _part(path: Path, lo: int, hi: int) -> Part:
+    builder, events, whole, usable = _stretch(path, lo, hi)
+    return Part(
+        whole=whole,
+        usable=usable,
+        events=builder.events,
+        names=list(builder.names),
+        tracks=list(builder.tracks),
+        configs=list(builder.configs),
+        kernels=_columns(builder.kernels),
+        host=_columns(builder.host),
+        shapes=list(builder.host.shapes.items()),
+        meta=events.meta,
+        notes=events.notes,
+    )
+
+
+def _columns(columns: Kernels | HostEvents) -> dict[str, bytes]:
+    found = {name: getattr(columns, name) for name in columns.__slots__}
+    return {name: column.tobytes() for name, column in found.items() if isinstance(column, array)}
+
+
+def _join(builder: Builder, part: Part) -> None:
+    names = [builder.names[n] for n in part.names]
+    tracks = [builder.tracks[t] for t in part.tracks]
+    configs = [builder.configs[c] for c in part.configs]
+    tables = {"name": names, "track": tracks, "config": configs}
+    builder.events += part.events
+    first = len(builder.host)
+    for columns, theirs in ((builder.kernels, part.kernels), (builder.host, part.host)):
+        for name in list(theirs):
+            mine: array = getattr(columns, name)
+            theirs_column = array(mine.typecode)
+            theirs_column.frombytes(theirs.pop(name))
+            table = tables.get(name)
+            if table is None or table == list(range(len(table))):
+                mine.extend(theirs_column)
+            else:
+                mine.extend(map(table.__getitem__, theirs_column))
+    for i, shape in part.shapes:
+        builder.host.shapes[first + i] = tuple(shape)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(
+        msgspec.msgpack.encode(_part(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    )
