@@ -1,5 +1,6 @@
 """Makes an SGLang release importable on a CPU. Import before SGLang; changes this process only."""
 
+import importlib.machinery
 import importlib.metadata
 import os
 import sys
@@ -39,6 +40,16 @@ _flash = _module(
     get_scheduler_metadata=_unavailable,
 )
 _module("sgl_kernel", merge_state_v2=standins.merge_state_v2, flash_attn=_flash, __path__=[])
+
+
+def _any_function(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _unavailable
+
+
+# Speculative decoding imports this part and calls nothing of it on these paths.
+_module("sgl_kernel.kvcacheio").__getattr__ = _any_function
 
 
 class OnCPU(TorchFunctionMode):

@@ -130,7 +130,7 @@ class World:
                 size=max_bs, max_context_len=context, device="cpu", enable_memory_saver=False
             )
             self.runner = self._runner(fp8, num_draft_tokens)
-            self.backend = self._backend(skip_prefill, speculative_num_steps)
+            self.backend = self._backend(skip_prefill, speculative_num_steps, num_draft_tokens)
         s = self.shape
         self.layers = [
             RadixAttention(s.heads, s.width, s.width**-0.5, 1, layer_id=i, v_head_dim=s.rank)
@@ -194,14 +194,14 @@ class World:
             )
         return runner
 
-    def _backend(self, skip_prefill, steps):
+    def _backend(self, skip_prefill, steps, num_draft_tokens):
         if self.family == "flashinfer_mla":
             return flashinfer_mla.FlashInferMLAAttnBackend(self.runner, skip_prefill=skip_prefill)
         backend = fa3.FlashAttentionBackend(self.runner, speculative_num_steps=steps)
-        for name in ("flash_attn_with_kvcache",):
-            if hasattr(backend, name):
-                setattr(backend, name, standins.flash_attn_with_kvcache)
-        backend.topk = self.topk
+        if hasattr(backend, "flash_attn_with_kvcache"):
+            backend.flash_attn_with_kvcache = standins.flash_attn_with_kvcache
+        # Newer releases take these from the process-wide configuration.
+        backend.topk, backend.speculative_num_draft_tokens = self.topk, num_draft_tokens
         return backend
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -269,6 +269,18 @@ class World:
         batch = batch_info.ForwardBatch(**{k: v for k, v in values.items() if k in known})
         if TRANSLATES:
             self.runner.kv_index_translator.own_plan(batch)
+        return batch
+
+    def verify_batch(self, lengths, draft_tokens, *, kind="eagle", requests=None):
+        """Target-verify: `lengths` committed tokens a request, `draft_tokens` more to be checked."""
+        rows = torch.arange(len(lengths)) if requests is None else torch.as_tensor(requests)
+        whole = [n + draft_tokens for n in lengths]
+        batch = self.batch(ForwardMode.TARGET_VERIFY, whole, prefix=lengths, requests=rows)
+        committed = torch.as_tensor(lengths, dtype=torch.int64)
+        batch.spec_info = verify_input(kind, draft_tokens, committed, max(self.topk, 1), batch)
+        batch.seq_lens = committed
+        batch.seq_lens_sum = int(committed.sum())
+        batch.seq_lens_cpu = torch.as_tensor(whole) if kind == "dflash" else committed.clone()
         return batch
 
     def tensors(self, batch, tokens=None):
@@ -363,6 +375,33 @@ class World:
                 api._patch.runtime.is_active = False
                 stack.callback(setattr, api._patch.runtime, "is_active", was)
             yield
+
+
+def verify_input(kind, draft_tokens, committed, topk, batch):
+    """A real EagleVerifyInput or DFlashVerifyInput, as far as attention reads it."""
+    if kind == "dflash":
+        module = importlib.import_module("sglang.srt.speculative.dflash_info")
+        return module.DFlashVerifyInput(
+            draft_token=batch.input_ids, positions=batch.positions, draft_token_num=draft_tokens
+        )
+    cls = importlib.import_module("sglang.srt.speculative.eagle_info").EagleVerifyInput
+    required = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    values = dict.fromkeys(required)
+    n, width = len(committed) * draft_tokens, int(committed.sum()) + len(committed) * draft_tokens
+    values.update(
+        custom_mask=torch.ones(width * draft_tokens, dtype=torch.bool),
+        positions=torch.zeros(n, dtype=torch.int64),
+        topk=topk,
+        draft_token_num=draft_tokens,
+        spec_steps=draft_tokens - 1,
+        seq_lens_sum=int(committed.sum()),
+        seq_lens_cpu=committed.clone(),
+    )
+    return cls(**values)
 
 
 def make_pool(fp8, *, slots, page_size=1, shape=None, cls=None):
