@@ -82,7 +82,9 @@ _REFERENCE_ROLES = {
 }
 _TEXT_OPTIONS = {"alt", "caption", "title", "subtitle", "header", "footer", "name-text"}
 _CODE_LISTINGS = {"bash", "sh", "shell", "zsh", "python", "ipython3", "toml", "yaml", "diff"}
-_COMMAND = re.compile(r"^(?:\$ |[A-Z_]+=\S+ )?(?:python3?|pip|make|kvlab|jb|git|docker|curl|-{1,2}[a-z])\b")
+_COMMAND = re.compile(
+    r"^(?:\$ |[A-Z_]+=\S+ )?(?:python3?|pip|make|kvlab|jb|git|docker|curl)\b|^-{1,2}[a-z][\w-]*(?:[= ]|$)"
+)
 _STRUCTURAL_CALLS = {"recorded", "recorded_file", "reported", "parameter"}
 _FORMAT = re.compile(r"\+?,?(?:\.\d+)?[defg]?(?: \S+)?")
 
@@ -140,7 +142,7 @@ def check_page(page: Page) -> list[Orphan]:
         caption = cell.metadata.get("mystnb", {}).get("figure", {}).get("caption", "")
         found += [o._replace(line=cell.line) for o in _markdown(str(caption), name, cell.line, "caption")]
         if "parameters" not in cell.tags:
-            found += code(cell.source, name, cell.line)
+            found += code(cell.source, name, cell.before_code)
     return found
 
 

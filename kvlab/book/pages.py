@@ -12,11 +12,12 @@ from kvlab.errors import BadInput
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell of a page: its code, tags, metadata and the line of the .md where its code fence opens."""
+    """A code cell of a page, the line that opens its fence and the line before its code."""
 
     source: str
     metadata: dict[str, Any]
     line: int
+    before_code: int
 
     @property
     def tags(self) -> list[str]:
@@ -44,11 +45,15 @@ class Page:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        return [
-            Cell(c.source, dict(c.metadata), line + 1)
-            for c, line in zip(*_notebook(self.text, self.path), strict=True)
-            if c.cell_type == "code"
-        ]
+        found = []
+        lines = self.text.splitlines()
+        for cell, line in zip(*_notebook(self.text, self.path), strict=True):
+            if cell.cell_type != "code":
+                continue
+            code = cell.source.splitlines()
+            before = next((n for n in range(line, len(lines)) if lines[n : n + len(code)] == code), line)
+            found.append(Cell(cell.source, dict(cell.metadata), line, before))
+        return found
 
     @cached_property
     def parameters(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,22 @@ class NumbersInMath(SphinxTransform):
         return "{" + shown + "}"
 
 
+class NoLinkInSummary(SphinxTransform):
+    """A link inside a fold's summary is a control inside a control: the number keeps its tooltip only."""
+
+    default_priority = 220
+
+    def apply(self, **_: Any) -> None:
+        for fold in self.document.findall(nodes.container):
+            if fold.get("design_component") != "dropdown" or not fold.get("has_title"):
+                continue
+            for link in list(fold[0].findall(nodes.reference)):
+                if "kv-n" not in link["classes"]:
+                    continue
+                text = f'<span class="kv-n" title="{escape(link["reftitle"])}">{escape(link.astext())}</span>'
+                link.replace_self(nodes.raw("", text, format="html"))
+
+
 class table_figure(nodes.figure):
     """A captioned table of a code cell: numbered among the tables, not among the figures."""
 
@@ -340,10 +357,10 @@ def _table(
     return nodes.container("", nodes.table("", group, classes=["kv-origins"]), classes=["kv-scroll"])
 
 
-def _page_scripts(
-    app: Sphinx, pagename: str, template: str, context: Mapping[str, Any], doctree: Any
-) -> None:
-    """No Thebe; plotly only on a page that has a figure."""
+def _page_scripts(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """No Thebe; plotly only on a page that has a figure; no list role whose children are no list items."""
+    if "body" in context:
+        context["body"] = context["body"].replace('<div role="list" class="citation-list">', "<div>")
     context["script_files"][:] = [s for s in context["script_files"] if "thebe" not in _script(s)]
     context["css_files"][:] = [
         c for c in context["css_files"] if "thebe" not in str(getattr(c, "filename", c))
@@ -368,6 +385,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_role("n", NumberRole())
     app.add_transform(NumbersInMath)
     app.add_transform(TablesAreNoFigures)
+    app.add_transform(NoLinkInSummary)
     html = (_visit_table_figure, _depart_table_figure)
     app.add_enumerable_node(table_figure, "table", _caption_of, html=html)
     app.add_directive("value-origins", ValueOrigins)

@@ -422,7 +422,7 @@ def recorded(
     """What a run measured: `recorded("h200-stock/kernels.json", "rows[bs=1,ctx=100].fp8_fa3_us")`.
 
     `path` is under data/recorded; `key` steps through the JSON by `.name`, `[index]` and `[field=value,…]`
-    (the one row that matches). A number comes as a Value, a list or object as a Traced; BadInput names the key.
+    (the one row that matches). A number comes as a Value, a list or object as a Traced. BadInput says which.
     """
     file = data.recorded(path)
     try:

@@ -1,0 +1,148 @@
+"""Scale what the runs recorded: every number that rests on it changes, on the page too. A typed copy would not."""
+
+import gzip
+import json
+import re
+import shutil
+
+import pytest
+
+from .conftest import ROOT, kvlab
+
+PLOTTED = re.compile(r"<script.*?</script>|<details class=\"kv-data\">.*?</details>", re.S)
+NUMBER = re.compile(
+    r'<a class="kv-n reference internal" href="[^"]*#(?P<id>n-[^"]+)" title="(?P<title>[^"]*)">(?P<shown>[^<]*)</a>'
+)
+
+
+def scaled(x, at=(0,)):
+    """Every recorded float by a factor of its own, so that ratios move as well; integers are shapes and keys."""
+    if isinstance(x, dict):
+        return {k: scaled(v, (*at, k)) for k, v in x.items()}
+    if isinstance(x, list):
+        return [scaled(v, (*at, i)) for i, v in enumerate(x)]
+    if isinstance(x, float):
+        return x * (1.25 + sum(map(ord, "/".join(map(str, at)))) % 97 / 300)
+    return x
+
+
+def scaled_trace(trace):
+    """Every kernel longer or shorter by a factor that its name decides."""
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "kernel":
+            event["dur"] = event["dur"] * (0.55 + sum(map(ord, event["name"])) % 83 / 300)
+    return trace
+
+
+def mutate(data):
+    for path in sorted((data / "recorded").rglob("*")):
+        if path.name == "provenance.json":
+            continue
+        if path.suffix == ".json":
+            path.write_text(json.dumps(scaled(json.loads(path.read_text("utf-8")))))
+        elif path.name.endswith(".trace.json.gz"):
+            with gzip.open(path, "rt") as f:
+                trace = scaled_trace(json.load(f))
+            with gzip.open(path, "wt") as f:
+                json.dump(trace, f)
+
+
+@pytest.fixture(scope="module")
+def before(html):
+    return html / "book"
+
+
+@pytest.fixture(scope="module")
+def after(tmp_path_factory):
+    """The same book over mutated recordings, its README brought up to date."""
+    root = tmp_path_factory.mktemp("mutated")
+    for name in ("_config.yml", "README.md"):
+        shutil.copy(ROOT / name, root)
+    shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("executed"))
+    shutil.copytree(ROOT / "data", root / "data")
+    mutate(root / "data")
+    for args in (("run",), ("readme",), ("build",)):
+        done = kvlab("book", *args, cwd=root, KVLAB_DATA=str(root / "data"))
+        assert done.returncode == 0, done.stderr
+    return root / "_build" / "html" / "book"
+
+
+def numbers_of(html):
+    """Every number of a page in order: anchor of its origin, origin, text."""
+    return [(m["id"], m["title"], m["shown"]) for m in NUMBER.finditer(html)]
+
+
+def rests_on_a_recording(title):
+    return "data/recorded/" in title and "claims.yml" not in title
+
+
+def digits(shown):
+    """The first number of a text, if its decimals make it unlikely to stand there twice by chance."""
+    m = re.search(r"\d[\d,]*\.\d+", shown)
+    return m[0] if m else None
+
+
+def problems(old, new):
+    """What a mutated page gives away: numbers that did not move, and copies of those that did."""
+    found = []
+    numbers, again = numbers_of(old), numbers_of(new)
+    if [n[0] for n in numbers] != [n[0] for n in again]:
+        return ["other numbers in another order"]
+    moved = set()
+    for (anchor, title, shown), (_, _, now) in zip(numbers, again, strict=True):
+        if rests_on_a_recording(title) and digits(shown):
+            if shown == now:
+                found.append(f"{anchor} still reads {shown}")
+            else:
+                moved.add(digits(shown))
+    for anchor, title, shown in again:
+        # The source text may happen to say the same figure; a parameter or a constant may not.
+        if digits(shown) in moved and not title.startswith("reported") and not rests_on_a_recording(title):
+            found.append(f"{anchor} is a copy: {shown}")
+    plain = [re.sub(r"<[^>]+>", " ", PLOTTED.sub(" ", NUMBER.sub(" ", page))) for page in (old, new)]
+    stayed = set(re.findall(r"\d[\d,]*\.\d+", plain[1])) & set(re.findall(r"\d[\d,]*\.\d+", plain[0]))
+    found += [f"{d} is typed" for d in sorted(moved & stayed)]
+    return found
+
+
+def article(path):
+    return path.read_text("utf-8").partition("<article")[2].partition("</article>")[0]
+
+
+def test_every_number_that_rests_on_a_recording_changes(before, after):
+    moved = 0
+    for path in sorted(before.glob("*.html")):
+        if path.stem in ("where-numbers-come-from", "status"):
+            continue
+        old, new = article(path), article(after / path.name)
+        assert problems(old, new) == [], path.name
+        moved += sum(a != b for a, b in zip(numbers_of(old), numbers_of(new), strict=True))
+    assert moved > 0
+
+
+def link(name, title, shown):
+    return f'<a class="kv-n reference internal" href="x.html#n-{name}" title="{title}">{shown}</a>'
+
+
+RECORDED = "recorded: data/recorded/one/times.json: cast_us"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (link("a", RECORDED, "827.8 us"), link("a", RECORDED, "827.8 us"), "n-a still reads"),
+        (
+            link("a", RECORDED, "827.8 us") + link("b", "parameter: b", "827.8 us"),
+            link("a", RECORDED, "911.2 us") + link("b", "parameter: b", "827.8 us"),
+            "n-b is a copy",
+        ),
+        (
+            link("a", RECORDED, "827.8 us") + "<p>It takes 827.8 us.</p>",
+            link("a", RECORDED, "911.2 us") + "<p>It takes 827.8 us.</p>",
+            "827.8 is typed",
+        ),
+    ],
+)
+def test_a_copy_would_be_seen(old, new, says):
+    assert says in problems(old, new)[0]
+    assert problems(link("a", RECORDED, "827.8 us"), link("a", RECORDED, "911.2 us")) == []
