@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 # Empty: pip's own index. A reader who wants the CPU build of torch gives its index; README says which.
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+PORT ?= 8000
 
 .PHONY: help env book test test-sglang serve lint clean
 help:
-	@sed -n 's/^# `make/`make/p; s/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 env: $(VENV)/.ready ## the environment in .venv, pinned by constraints.txt
 
@@ -26,8 +27,8 @@ book: env ## the chapters, executed on this host, rendered into _build/html
 test: env ## everything that needs neither a GPU nor SGLang
 	$(BIN)/python -m pytest -m 'not gpu and not sglang' $(PYTEST_ARGS)
 
-serve: book ## the built book on a loopback port
-	$(BIN)/python -m kvlab book serve
+serve: book ## the built book on a loopback port, http://127.0.0.1:$(PORT)/
+	$(BIN)/python -m kvlab book serve --port $(PORT)
 
 lint: env ## ruff
 	$(BIN)/ruff check .

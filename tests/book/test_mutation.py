@@ -1,4 +1,4 @@
-"""Scale what the runs recorded: every number that rests on it changes, on the page too. A typed copy would not."""
+"""Scale what the runs recorded: every number that rests on it changes on the page. A typed copy would not."""
 
 import gzip
 import json
@@ -11,12 +11,13 @@ from .conftest import ROOT, kvlab
 
 PLOTTED = re.compile(r"<script.*?</script>|<details class=\"kv-data\">.*?</details>", re.S)
 NUMBER = re.compile(
-    r'<a class="kv-n reference internal" href="[^"]*#(?P<id>n-[^"]+)" title="(?P<title>[^"]*)">(?P<shown>[^<]*)</a>'
+    r'<a class="kv-n reference internal" href="[^"]*#(?P<id>n-[^"]+)" title="(?P<title>[^"]*)">'
+    r"(?P<shown>[^<]*)</a>"
 )
 
 
 def scaled(x, at=(0,)):
-    """Every recorded float by a factor of its own, so that ratios move as well; integers are shapes and keys."""
+    """Every recorded float by a factor of its own, so that ratios move too; integers are shapes and keys."""
     if isinstance(x, dict):
         return {k: scaled(v, (*at, k)) for k, v in x.items()}
     if isinstance(x, list):

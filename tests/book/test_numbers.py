@@ -67,7 +67,7 @@ FREE = {
     "role in a table": "| part | time |\n|---|---|\n| cast | {n}`cast_ms:.1f ms` |",
     "value in math": "$$\n\\frac{\\val{cast_ms:.1f ms}}{\\val{step}} + x_{12} + 2^{10} - 10^{9}\n$$",
     "names": "An RTX PRO 6000 Blackwell (SM120), an H200, GLM-5, FP8 e4m3 rows, BF16.",
-    "versions": "SGLang 0.5.15.post1 pins flashinfer 0.6.12, torch 2.11.0 and Python 3.12; from 0.5.11 on, plugins.",
+    "versions": "SGLang 0.5.15.post1 pins flashinfer 0.6.12 and Python 3.12; from 0.5.11 on, plugins.",
     "pull requests": "See PR 35322, S#35291 and F#3136 of August 2026, read on 2026-11-29.",
     "command": "Run `python -m kvlab memory --slots 495552 --active 100`.",
     "flag": "Give `--max-total-tokens 495552`.",
