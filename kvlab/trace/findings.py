@@ -152,8 +152,8 @@ def _fp4(cast: KvCast | None, unpacks: bool) -> Finding:
         text = (
             f"{short(cast.kernel)} unpacks 4-bit codes {cast.copies_per_step:.0f} times a step, "
             f"{cast.ms_per_step:.1f} ms together ({cast.share:.0%} of busy time), equal to "
-            f"{cast.spread:.1%}. How many rows it unpacks is not in a compiled kernel's name: that it is the pool follows from "
-            "equal durations before every attention call, not from its size."
+            f"{cast.spread:.1%}. How many rows it unpacks is not in a compiled kernel's name: that it is the "
+            "pool follows from equal durations before every attention call, not from its size."
         )
         return Finding(what=FP4, verdict=FOUND, text=text, do=_texts()["fp4"]["do"])
     if unpacks:

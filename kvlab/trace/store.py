@@ -180,7 +180,7 @@ class Builder:
         k.track.extend(map(self.tracks.__getitem__, map(_track, events)))
         k.corr.extend(_int64(list(map(_corr, args))))
         if len(self._shaped) < len(self.names):
-            # Launch shapes matter for what may cast a pool alone, and are the dearest part of a kernel to keep.
+            # Launch shapes matter for what may cast a pool alone, and cost the most to keep.
             new = list(self.names)[len(self._shaped) :]
             self._shaped += [classify(n).role in ("cast", "fp4") for n in new]
         first = len(k.config)
