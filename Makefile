@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Empty: pip's own index. A reader who wants the CPU build of torch gives its index; README says which.
 TORCH_INDEX ?=
+export TORCH_INDEX
 PYTEST_ARGS ?=
 PORT ?= 8000
 
@@ -26,6 +27,22 @@ book: env ## the chapters, executed on this host, rendered into _build/html
 
 test: env ## everything that needs neither a GPU nor SGLang
 	$(BIN)/python -m pytest -m 'not gpu and not sglang' $(PYTEST_ARGS)
+
+# The real SGLang on CPU, each release in an environment of its own (tests/sglang/requirements), and the source of
+# all the others. Safe to run with -j.
+SGLANG_RELEASES ?= 0.5.9 0.5.15.post1 0.5.23
+SGLANG_TARGETS := $(SGLANG_RELEASES:%=test-sglang-%)
+.PHONY: test-sglang-sources $(SGLANG_TARGETS)
+test-sglang: $(SGLANG_TARGETS) test-sglang-sources ## the patch on real SGLang releases, on CPU
+
+$(SGLANG_TARGETS): test-sglang-%:
+	$(PYTHON) tests/sglang/make_env.py $*
+	.venv-sglang-$*/bin/python -m pytest tests/sglang -m 'not sources' $(PYTEST_ARGS)
+
+test-sglang-sources:
+	$(PYTHON) tests/sglang/make_env.py 0.5.23
+	.venv-sglang-0.5.23/bin/python tests/sglang/fetch_sources.py
+	.venv-sglang-0.5.23/bin/python -m pytest tests/sglang -m sources $(PYTEST_ARGS)
 
 serve: book ## the built book on a loopback port, http://127.0.0.1:$(PORT)/
 	$(BIN)/python -m kvlab book serve --port $(PORT)
