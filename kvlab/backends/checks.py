@@ -168,8 +168,6 @@ def _platform(case: Case, name: str) -> Iterator[Finding]:
 
 def _flashinfer(case: Case) -> Iterator[Finding]:
     q, f = case.q, case.f
-    if q.geometry.kv_lora_rank != 512 or q.geometry.qk_rope_head_dim not in (0, 64):
-        yield Finding(text="flashinfer's MLA kernels are built for 512 + 64", evidence=())
     native = f["native_fp8"]
     if q.fp8 and native and q.major in native["majors"] and q.kv_dtype == "fp8_e4m3":
         yield Finding(
@@ -190,7 +188,8 @@ def _fa3(case: Case) -> Iterator[Finding]:
         )
     if q.kv_dtype == "fp8_e5m2":
         yield Finding(
-            text="fa3 takes fp8_e4m3 alone; SGLang puts triton in its place for fp8_e5m2", evidence=()
+            text="fa3 takes fp8_e4m3 alone; SGLang puts triton in its place for fp8_e5m2",
+            evidence=(case.s.evidence(case.s["fa3_fp8"]),),
         )
 
 
@@ -225,7 +224,14 @@ def _cutlass_mla(case: Case) -> Iterator[Finding]:
     q, k = case.q, case.k
     rule = k["cutlass_mla"]
     if rule is None:
-        yield Finding(text=f"{k.package} {k.release} has no cutlass_mla_decode", evidence=())
+        absent = Evidence(
+            kind="check",
+            package=k.package,
+            release=k.release,
+            file="sgl_kernel/attention.py",
+            quote="no def cutlass_mla_decode",
+        )
+        yield Finding(text=f"{k.package} {k.release} has no cutlass_mla_decode", evidence=(absent,))
         return
     if q.fp8:
         yield Finding(
@@ -302,7 +308,9 @@ def _xqa_heads(case: Case) -> Iterator[Finding]:
     heads = f["xqa"]["heads"]
     if q.heads == heads["value"]:
         return
-    built = f"flashinfer {f.release} on SM120 is XQA, for {heads['value']} query heads a rank, and here are {q.heads}"
+    built = (
+        f"flashinfer {f.release} on SM120 is XQA, for {heads['value']} query heads a rank; here: {q.heads}"
+    )
     how = (
         ", refused: " + heads["says"].replace("{num_q_heads}", str(q.heads))
         if heads["checked"]
@@ -315,7 +323,11 @@ def _cutedsl_mla(case: Case) -> Iterator[Finding]:
     yield from _platform(case, "cutedsl_mla")
     if case.q.major == 10:
         if case.f["cute_dsl"] is None:
-            yield Finding(text=f"flashinfer {case.f.release} has no cute-dsl MLA decode", evidence=())
+            f = case.f
+            yield Finding(
+                text=f"flashinfer {f.release} has no cute-dsl MLA decode",
+                evidence=(f.evidence(f["xqa"]["auto"], says="backends: trtllm-gen and xqa alone"),),
+            )
         yield from _ragged(case)
 
 
@@ -323,7 +335,8 @@ def _tokenspeed_mla(case: Case) -> Iterator[Finding]:
     yield from _platform(case, "tokenspeed_mla")
     if case.q.major == 12:
         yield Finding(
-            text="its CuTe DSL kernels are SM100's, although the argument check admits SM120", evidence=()
+            text="its CuTe DSL kernels are SM100's, although the argument check admits SM120",
+            evidence=(case.s.evidence(case.s["tokenspeed"], "code"),),
         )
 
 

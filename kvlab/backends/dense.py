@@ -97,7 +97,7 @@ def _accuracy(case: Case, name: str, rounds: bool) -> str:
     if rounds:
         return "rounds the query to FP8 as well as the rows"
     if name == "triton":
-        return "decode widens the rows to the query's dtype: it is not rounded (but prefill after a prefix rounds it)"
+        return "decode widens the rows to the query's dtype: not rounded (prefill after a prefix rounds it)"
     return "the rows are FP8, the query stays in the model's dtype"
 
 

@@ -56,7 +56,9 @@ def extract(tree: Tree) -> dict[str, Any]:
         "registered": registered,
         "constraints": _constraints(tree),
         "capability": _fa3_capability(tree),
+        "fa3_fp8": _fa3_fp8(tree),
         "fa4": _fa4(tree),
+        "tokenspeed": _tokenspeed(tree),
         "casts": {name: _casts(tree, name) for name in BACKENDS if name != "dsa"},
         "inherits": {name: _inherits(tree, name) for name in BACKENDS},
         "rounds_q": _rounds_q(tree),
@@ -227,6 +229,28 @@ def _fa3_capability(tree: Tree) -> dict[str, Any] | None:
             )
             return {"majors": majors, "says": probe.message(node.msg), **module.quote(node)}
     return None
+
+
+def _fa3_fp8(tree: Tree) -> dict[str, Any] | None:
+    """With an e5m2 cache SGLang puts triton in fa3's place."""
+    for path in (f"{SRT}/arg_groups/overrides.py", f"{SRT}/server_args.py"):
+        module = tree.module(path)
+        for node in ast.walk(module.ast) if module else []:
+            if isinstance(node, ast.Call) and probe.message(node).startswith(
+                "FlashAttention3 only supports fp8_e4m3"
+            ):
+                return {"says": probe.message(node), **module.quote(node)}
+    return None
+
+
+def _tokenspeed(tree: Tree) -> dict[str, Any] | None:
+    """What the release says of tokenspeed_mla's kernels; its argument check is wider."""
+    module = tree.module(f"{SRT}/utils/common.py")
+    node = module.function("is_tokenspeed_mla_available") if module else None
+    said = ast.get_docstring(node) if node else None
+    if node is None or said is None:
+        return None
+    return {**module.quote(node), "quote": " ".join(said.split()[-9:])}
 
 
 def _fa4(tree: Tree) -> dict[str, Any] | None:
@@ -556,7 +580,7 @@ def _run_rows(module: Module, name: str, sub: str) -> int:
 
 
 def _sub_defaults(tree: Tree, name: str, architecture: str) -> dict[str, Any]:
-    """`{dtype: {major: [prefill, decode]}}`: the sub-backends that the release picks, its own function run."""
+    """`{dtype: {major: [prefill, decode]}}`: the sub-backends that the release picks, from running it."""
     return {
         dtype: {str(major): _run_sub_default(tree, name, architecture, dtype, major) for major in MAJORS}
         for dtype in DTYPES

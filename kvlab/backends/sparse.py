@@ -27,6 +27,8 @@ def verdicts(case: Case) -> list[Verdict]:
                 f"{dsa['architectures']['quote']}: {dsa['architectures']['value']}",
             )
         ]
+        for unknown in checks.model_known(case):
+            text, evidence = unknown.text, list(unknown.evidence)
         return [
             Verdict(
                 backend=name,
@@ -161,7 +163,10 @@ def _sub_checks(case: Case, sub: str) -> Iterator[Finding]:
                 evidence=(s.evidence(dsa["sparse_sm120"], "code"),) if dsa["sparse_sm120"] else (),
             )
         if not q.fp8:
-            yield Finding(text="reads packed FP8 rows alone", evidence=())
+            yield Finding(
+                text="reads packed FP8 rows alone",
+                evidence=(s.evidence(dsa["sparse_sm120"], "code"),) if dsa["sparse_sm120"] else (),
+            )
     elif sub == "tilelang" and q.fp8 and dsa["rows"]["value"]["tilelang"] != q.geometry.latent_dim:
         yield Finding(
             text="on CUDA its kernel reads BF16 rows; this release stores FP8 rows with scales inside",
