@@ -406,7 +406,7 @@ def _launch(
         tune.min_tiles,
         **constants,
         TILE=tune.tile,
-        BATCH=max(32, triton.next_power_of_2(active.batch)),
+        BATCH=max(128, triton.next_power_of_2(active.batch)),
         METHOD=tune.method,
         STAGES=tune.stages,
         num_warps=tune.warps,

@@ -60,7 +60,7 @@ def specs(
     }
     of_decode = {
         "TILE": tune.tile,
-        "BATCH": 64,
+        "BATCH": 128,
         "METHOD": tune.method,
         "STAGES": tune.stages,
     }

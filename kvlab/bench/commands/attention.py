@@ -1,0 +1,143 @@
+"""`kvlab bench attention`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvlab.bench.attention_results import AttentionRun
+
+
+def register(bench: typer.Typer) -> None:
+    bench.command("attention")(attention)
+
+
+def attention(
+    recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
+    heads: Annotated[str, typer.Option(help="Query heads of a rank, e.g. 8,64.")] = "8,16,64,128",
+    shapes: Annotated[str, typer.Option(help="BATCHxCONTEXT,… or unequal; all of the grid if empty.")] = "",
+    only: Annotated[str, typer.Option(help="Rows to measure, e.g. fused,control_bf16.")] = "",
+    pool: Annotated[int, typer.Option(help="Slots of a layer's pool.", min=128)] = 495_552,
+    layers: Annotated[int, typer.Option(help="Layers, each with a pool of its own.", min=2)] = 8,
+    seconds: Annotated[float, typer.Option(help="Stop between shapes after this long; 0: never.")] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="Write the run here as JSON, shape by shape.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the chart here.")] = None,
+) -> None:
+    """One layer's decode attention over FP8 rows: kvlab's kernels and every alternative, time and error."""
+    import msgspec
+
+    if recorded:
+        from kvlab.bench.attention_results import AttentionRun
+        from kvlab.bench.recorded import newest
+
+        run = newest("attention.json", AttentionRun)[1]
+    else:
+        run = _measure(heads, shapes, only, pool, layers, seconds, out, quiet=json)
+    if html is not None:
+        from kvlab.bench.attention_chart import page
+
+        html.write_text(page(run))
+    if json:
+        typer.echo(msgspec.json.encode(run).decode())
+    else:
+        _show(run)
+
+
+def _measure(
+    heads: str,
+    shapes: str,
+    only: str,
+    pool: int,
+    layers: int,
+    seconds: float,
+    out: Path | None,
+    *,
+    quiet: bool,
+) -> "AttentionRun":
+    from kvlab.bench.attention_results import ROWS
+    from kvlab.errors import BadInput
+
+    counts = _numbers("--heads", heads)
+    try:
+        from kvlab.bench import attention as bench
+    except ModuleNotFoundError as e:
+        raise BadInput(f"bench attention: needs {e.name}; install it, or use --recorded") from None
+    lengths = [*bench.GRID, *bench.UNEQUAL] if not shapes else _shapes(shapes, bench.UNEQUAL)
+    return bench.measure(
+        lengths=lengths,
+        heads=counts,
+        rows=[r.strip() for r in only.split(",")] if only else list(ROWS),
+        pool=pool,
+        layers=layers,
+        seconds=seconds or None,
+        out=out,
+        say=(lambda _: None) if quiet else (lambda line: typer.echo(line, err=True)),
+    )
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    from kvlab.errors import BadInput
+
+    if not text or not all(t.strip().isdigit() and int(t) for t in text.split(",")):
+        raise BadInput(f"{name}: expected numbers such as 8,16, got {text!r}")
+    return [int(t) for t in text.split(",")]
+
+
+def _shapes(text: str, unequal: tuple[list[int], ...]) -> list[list[int]]:
+    from kvlab.errors import BadInput
+
+    found: list[list[int]] = []
+    for part in text.split(","):
+        if part.strip() == "unequal":
+            found += unequal
+            continue
+        batch, x, context = part.strip().partition("x")
+        if not (x and batch.isdigit() and context.isdigit() and int(batch) and int(context)):
+            raise BadInput(f"--shapes: expected BATCHxCONTEXT such as 64x4096, or unequal, got {part!r}")
+        found.append([int(context)] * int(batch))
+    return found
+
+
+def _show(run: "AttentionRun") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab.bench.attention_results import ROWS
+
+    wide = Console(width=170)
+    wide.print(
+        f"{run.gpu}, pools of {run.pool_slots:,} slots x {run.row_bytes} B {run.kv_dtype}, {run.slots}; "
+        f"copy {run.copy_tb_s:.2f} TB/s; {run.provenance.date}"
+    )
+    if run.why_not_cuda:
+        wide.print(f"fused is fused_triton here: {run.why_not_cuda}")
+    for heads in dict.fromkeys(s.heads for s in run.shapes):
+        table = Table(title=f"{heads} heads: us a layer, L2 flushed in brackets, relative error")
+        names = [n for n in ROWS if any(n in s.results for s in run.shapes)]
+        table.add_column("batch x context")
+        table.add_column("limit", justify="right")
+        for name in names:
+            table.add_column(name.replace("_", " "), justify="right")
+        for s in (s for s in run.shapes if s.heads == heads):
+            cells = []
+            for name in names:
+                r = s.results.get(name)
+                if r is None:
+                    cells.append("")
+                elif r.us is None:
+                    cells.append(r.note.partition(":")[0])
+                else:
+                    cells.append(f"{r.us:,.1f} ({r.cold_us:,.1f})\n{r.error:.1e}")
+            table.add_row(s.name, f"{s.limit_us:,.1f}", *cells)
+        wide.print(table)
+        for row in ("fused", "fused_triton"):
+            for over in ("accurate", "control_bf16"):
+                ratio = run.geomean(heads, over, row=row) if row in names else None
+                if ratio is not None:
+                    what = "the best accurate alternative" if over == "accurate" else over
+                    wide.print(f"  {row}: {ratio:.2f}x of {what}, geometric mean")
+    notes = {n: r.note for s in run.shapes for n, r in s.results.items() if r.note}
+    for name, note in notes.items():
+        wide.print(f"  {name}: {note}")
