@@ -1,10 +1,11 @@
 """What does casting the active slots cost, beside stock's cast of the whole pool and a bare copy?"""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 
-from kvlab.bench.copies import stream
+from kvlab.bench.copies import scatter, stream
 from kvlab.bench.results import CastRun, Copy, Cut, MapTiming, Replay, Shape, Timing
 from kvlab.bench.timing import flusher, graph_us, replay_us
 from kvlab.errors import BadInput
@@ -15,6 +16,7 @@ from kvlab.provenance import collect
 FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = (100, 1_000, 10_000, 100_000, 131_072)
+ORDERS = ("sequential", "random")
 REPLAY_TOKENS = (0, 100, 1_000, 10_000, 50_000, 100_000, 200_000, 400_000)
 
 
@@ -114,18 +116,23 @@ class _Bench:
         )
 
     def copies(self) -> list[Copy]:
-        """Over one layer: the copy of torch, our best cut, and one that writes twice what it reads."""
+        """What bare kernels reach over one layer: torch's copy, ours, to twice the bytes, and row by row."""
         one = self.rows[0].numel()
         same, twice = self.out.view(torch.uint8).view(-1)[:one], self.out.view(torch.uint8)
+        indices = self.active(self.slots, "random").table
         cuts = [
             {"block": block, "warps": warps, "grid": grid}
             for block, warps, grid in ((1024, 8, 8), (2048, 8, 8), (1024, 4, 16), (2048, 8, 4))
         ]
+        row_cuts = [{"lanes": lanes, "warps": warps} for lanes, warps in ((512, 8), (1024, 8), (256, 4))]
         tried = {
             ("torch copy", 1): [lambda r: same.copy_(r.view(torch.uint8).view(-1))],
             ("copy", 1): [lambda r, c=c: stream(r.view(torch.uint8), same, **c) for c in cuts],
             ("copy to twice the bytes", 2): [
                 lambda r, c=c: stream(r.view(torch.uint8), twice, **c) for c in cuts
+            ],
+            ("rows in random order to twice the bytes", 2): [
+                lambda r, c=c: scatter(r.view(torch.uint8), self.out, indices, **c) for c in row_cuts
             ],
         }
         found = []
@@ -134,7 +141,7 @@ class _Bench:
                 graph_us([lambda r=r, c=c: c(r) for r in self.rows[:8]], flush=self.flush, replays=5)
                 for c in calls
             )
-            size = one * (1 + growth)
+            size = one * (1 + growth) + (indices.nbytes if "rows" in name else 0)
             found.append(Copy(name=name, growth=growth, bytes=size, us=us, tb_s=size / us / 1e6))
         return found
 
@@ -166,15 +173,15 @@ class _Bench:
         return found
 
     def sweep(self, cuts: Sequence[Tuning], slots: Sequence[int]) -> list[Cut]:
-        """Each cut at each size, slots in random order, L2 flushed."""
+        """Each cut at each size and order, L2 flushed."""
         found = []
         for cut in cuts:
             us = {}
-            for n in slots:
-                active = self.active(n, "random")
+            for n, order in itertools.product(slots, ORDERS):
+                active = self.active(n, order)
                 calls = [lambda r=r, c=cut, a=active: shadow_cast(r, self.out, a, cut=c) for r in self.rows]
-                us[str(n)] = graph_us(calls, flush=self.flush, replays=5, warm_up=1)
-            fields = {f: getattr(cut, f) for f in ("lanes", "unit", "warps", "grid", "native", "evict")}
+                us[f"{n} {order}"] = graph_us(calls, flush=self.flush, replays=5, warm_up=1)
+            fields = {f: getattr(cut, f) for f in ("lanes", "unit", "warps", "grid", "native")}
             found.append(Cut(**fields, us=us))
         return found
 
@@ -203,7 +210,7 @@ def measure(
         raise BadInput(f"--layers: {layers} layers need {need} bytes, {free} are free on this GPU; use fewer")
     bench = _Bench(pool, width, layers, kv_dtype, dtype)
     copies = bench.copies()
-    best = max(c.tb_s for c in copies)
+    best = max(c.tb_s for c in copies if c.name.startswith("copy"))
     wide = DTYPES[dtype]
     stock_calls = [lambda r=r: r.to(wide) for r in bench.rows[:4]]
     stock = Timing(
@@ -213,7 +220,7 @@ def measure(
         tb_s=bench.bytes(pool) / us / 1e6,
     )
     sizes = [n for n in (*SLOTS, pool) if n <= pool]
-    shapes = [bench.shape(n, order, best, stock) for n in sizes for order in ("random", "sequential")]
+    shapes = [bench.shape(n, order, best, stock) for n in sizes for order in ORDERS]
     properties = torch.cuda.get_device_properties(bench.device)
     return CastRun(
         provenance=collect(),
@@ -233,24 +240,15 @@ def measure(
 
 
 def candidates() -> list[Tuning]:
-    """The variants that the recorded sweep compared."""
-    shipped = tuning(torch.device("cuda"), paged=False)
-    found = [shipped]
-    for native in (True, False):
-        for unit, lanes, warps, grid in (
-            (8, 256, 8, 8),
-            (8, 512, 8, 8),
-            (8, 512, 4, 16),
-            (8, 256, 4, 16),
-            (8, 1024, 8, 8),
-            (8, 1024, 4, 16),
-            (8, 1024, 8, 4),
-            (16, 256, 8, 8),
-            (16, 512, 8, 8),
-            (16, 256, 4, 16),
-        ):
-            found.append(Tuning(lanes, unit, warps, grid, native))
-    found += [Tuning(512, 8, 8, 8, True, e) for e in ("evict_first", "evict_last")]
-    found += [Tuning(512, 8, 8, 6, True), Tuning(512, 8, 4, 8, True)]
-    found += [Tuning(256, 8, 4, 8, True), Tuning(2048, 8, 8, 4, True)]
-    return list(dict.fromkeys(found))
+    """What `--sweep` compares: the shipped cut, its neighbours, narrow lanes, integers instead of native."""
+    shipped = tuning(torch.device("cuda", torch.cuda.current_device()), paged=False)
+    others = [
+        (256, 16, 8, 4),
+        (256, 16, 4, 6),
+        (512, 16, 8, 4),
+        (512, 16, 16, 2),
+        (512, 8, 8, 4),
+        (256, 8, 8, 8),
+    ]
+    found = [shipped, *(Tuning(*cut, native=shipped.native) for cut in others)]
+    return [*found, Tuning(shipped.lanes, shipped.unit, shipped.warps, shipped.grid, native=False)]

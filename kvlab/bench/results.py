@@ -50,14 +50,13 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """One variant of the sweep; `us` by slots, L2 flushed."""
+    """One variant of the sweep; `us` by slots and order, L2 flushed."""
 
     lanes: int
     unit: int
     warps: int
     grid: int
     native: bool
-    evict: str
     us: dict[str, float]
 
 

@@ -54,7 +54,6 @@ class Tuning:
     warps: int
     grid: int
     native: bool
-    evict: str = ""
 
 
 @lru_cache
@@ -67,11 +66,123 @@ def _chip(device: torch.device) -> tuple[int, int]:
 
 
 def tuning(device: torch.device, *, paged: bool) -> Tuning:
-    """The cut that a sweep on an H200 found best (data/recorded/h200-cast); small in the interpreter."""
+    """The cut that sweeps on an H200 found best (data/recorded/h200-cast); a small one in the interpreter.
+
+    The grid is what fits an SM at once: with one program more, the last ones run alone. A page table's arithmetic
+    takes registers, so it gets narrower tiles.
+    """
     capability, _ = _chip(device)
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
-    return Tuning(lanes=512, unit=8, warps=8, grid=8, native=capability >= 89)
+    lanes, grid = (256, 4) if paged else (512, 3)
+    return Tuning(lanes=lanes, unit=16, warps=8, grid=grid, native=capability >= 89)
+
+
+@triton.jit
+def _page(
+    table,
+    lengths,
+    ends,
+    table_stride,
+    tile,
+    row,
+    PAGE_SIZE: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Of each lane: the page, the position in its request, and whether the request is that long."""
+    b = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    position = (tile - before) * ROWS + row
+    length = tl.sum(tl.where(tl.arange(0, BATCH) == b, lengths, 0), 0)
+    live = (row < ROWS) & (position < length)
+    page = tl.load(table + b.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=live, other=-1)
+    return page, position, live
+
+
+@triton.jit
+def _rows(
+    entry,
+    position,
+    live,
+    filled,
+    num_slots,
+    PAGE_SIZE: tl.constexpr,
+    FILLED: tl.constexpr,
+    COMPACT: tl.constexpr,
+):
+    """Of each lane: the slot it reads, the row it writes, and whether it does."""
+    offset = position % PAGE_SIZE
+    slot = entry.to(tl.int64) * PAGE_SIZE + offset
+    live &= (entry >= 0) & (slot < num_slots)
+    if FILLED:
+        live &= offset < tl.load(filled + position // PAGE_SIZE, mask=live, other=0)
+    target = position.to(tl.int64) if COMPACT else slot
+    return slot, target, live
+
+
+@triton.jit
+def _many(
+    rows,
+    out,
+    table,
+    lengths,
+    count,
+    filled,
+    row_stride,
+    out_stride,
+    table_stride,
+    num_slots,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BATCH: tl.constexpr,
+    FILLED: tl.constexpr,
+    COMPACT: tl.constexpr,
+    E5M2: tl.constexpr,
+    BF16: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Many rows: each program walks over its tiles, the rows of the next on their way while it writes one."""
+    UNITS: tl.constexpr = WIDTH // UNIT
+    ROWS: tl.constexpr = LANES // UNITS
+    lane = tl.arange(0, LANES)
+    row = lane // UNITS
+    column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    if BATCH:
+        ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
+        tiles = tl.max(ends, 0)
+        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
+    else:
+        tiles = (count + ROWS - 1) // ROWS
+        position = first * ROWS + row
+        live = (row < ROWS) & (position < count)
+        entry = tl.load(table + position // PAGE_SIZE, mask=live, other=-1)
+    slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
+    x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
+    if not BATCH:
+        position += step * ROWS
+        entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < count), other=-1)
+
+    for tile in range(first, tiles, step):
+        if BATCH:
+            entry, position, more = _page(
+                table, lengths, ends, table_stride, tile + step, row, PAGE_SIZE, BATCH, ROWS
+            )
+        else:
+            position = (tile + step) * ROWS + row
+            more = (row < ROWS) & (position < count)
+        slot, ahead, more = _rows(entry, position, more, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
+        coming = tl.load(rows + slot[:, None] * row_stride + column, mask=more[:, None])
+        if not BATCH:
+            position += step * ROWS
+            entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < count), other=-1)
+        y = widen(x, E5M2, BF16, NATIVE)
+        tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
+        x, target, live = coming, ahead, more
 
 
 # What changes with a batch must not make a new kernel: none of it is specialised on.
@@ -88,8 +199,9 @@ def _cast(
     num_slots,
     batch,
     limit,
-    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
+    FEW_UNIT: tl.constexpr,
     LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BATCH: tl.constexpr,
@@ -98,59 +210,63 @@ def _cast(
     E5M2: tl.constexpr,
     BF16: tl.constexpr,
     NATIVE: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
-    """Cast rows tile by tile; a tile is as many whole rows as `LANES` lanes of `UNIT` bytes hold.
+    """Cast rows of `WIDTH` bytes; a tile is as many whole rows as `LANES` lanes of `UNIT` bytes hold.
 
     BATCH 0: `table` is a list of slots or pages and `bounds[batch]` says how many; otherwise [batch, …] pages
-    and `bounds` the lengths. `filled`: tokens of each page in the list. COMPACT: row i of the list goes to
-    row i.
+    and `bounds` the lengths. `filled`: tokens of each page in the list. COMPACT: row i of the list to row i.
+    Few rows, at most one tile of `FEW_UNIT` bytes a lane for each program, go the shortest way.
     """
+    UNITS: tl.constexpr = WIDTH // FEW_UNIT
     ROWS: tl.constexpr = LANES // UNITS
     lane = tl.arange(0, LANES)
     row = lane // UNITS
-    column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    column = (lane % UNITS)[:, None] * FEW_UNIT + tl.arange(0, FEW_UNIT)[None, :]
     first = tl.program_id(0)
-    step = tl.num_programs(0)
     if BATCH:
         request = tl.arange(0, BATCH)
         lengths = tl.load(bounds + request, mask=request < batch, other=0)
         lengths = tl.minimum(tl.maximum(lengths, 0), limit)
         ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
         tiles = tl.max(ends, 0)
+        count = 0
+        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
     else:
-        # The first entries are read while the count is still on its way; they are used if it covers them.
+        # The entries are read while their count is still on its way.
         position = first * ROWS + row
         entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < limit), other=-1)
         count = tl.minimum(tl.load(bounds + batch) * PAGE_SIZE, limit)
+        lengths = 0
         tiles = (count + ROWS - 1) // ROWS
-
-    for tile in range(first, tiles, step):
-        if BATCH:
-            b = tl.sum((ends <= tile).to(tl.int32), 0)
-            before = tl.max(tl.where(ends <= tile, ends, 0), 0)
-            position = (tile - before) * ROWS + row
-            live = (row < ROWS) & (position < tl.sum(tl.where(request == b, lengths, 0), 0))
-            entry = tl.load(
-                table + b.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=live, other=-1
-            )
-        else:
-            position = tile * ROWS + row
-            live = (row < ROWS) & (position < count)
-        live &= entry >= 0
-        offset = position % PAGE_SIZE
-        slot = entry.to(tl.int64) * PAGE_SIZE + offset
-        live &= slot < num_slots
-        if FILLED:
-            live &= offset < tl.load(filled + position // PAGE_SIZE, mask=live, other=0)
-        target = position.to(tl.int64) if COMPACT else slot
-
-        x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None], eviction_policy=EVICT)
-        if not BATCH:
-            ahead = (tile + step) * ROWS + row
-            entry = tl.load(table + ahead // PAGE_SIZE, mask=(row < ROWS) & (ahead < count), other=-1)
+        live = (row < ROWS) & (position < count)
+    if tiles <= tl.num_programs(0):
+        slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
+        x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
         y = widen(x, E5M2, BF16, NATIVE)
         tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
+    else:
+        _many(
+            rows,
+            out,
+            table,
+            lengths,
+            count,
+            filled,
+            row_stride,
+            out_stride,
+            table_stride,
+            num_slots,
+            WIDTH,
+            UNIT,
+            LANES,
+            PAGE_SIZE,
+            BATCH,
+            FILLED,
+            COMPACT,
+            E5M2,
+            BF16,
+            NATIVE,
+        )
 
 
 def shadow_cast(
@@ -221,7 +337,8 @@ def _launch(
     cut = cut or tuning(source.device, paged=paged)
     width = source.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
-    lanes = max(cut.lanes, triton.next_power_of_2(width // unit))
+    few = min(unit, 8)
+    lanes = max(cut.lanes, triton.next_power_of_2(width // few))
     if listed:
         table, bounds, batch, limit = active.slots, active.count, 0, active.rows
     elif paged:
@@ -243,8 +360,9 @@ def _launch(
         source.shape[0],
         batch,
         limit,
-        UNITS=width // unit,
+        WIDTH=width,
         UNIT=unit,
+        FEW_UNIT=few,
         LANES=lanes,
         PAGE_SIZE=active.page_size,
         BATCH=triton.next_power_of_2(batch) if paged else 0,
@@ -253,6 +371,5 @@ def _launch(
         E5M2=source.dtype == torch.float8_e5m2,
         BF16=target.dtype == torch.bfloat16,
         NATIVE=cut.native,
-        EVICT=cut.evict,
         num_warps=cut.warps,
     )

@@ -21,12 +21,13 @@ ALIGNED = ["rows", "out", "table", "row_stride", "out_stride"]
 
 
 def cast_spec(
-    name: str, *, fmt: str = "e4m3", wide: str = "bf16", native: bool, unit: int = 8, **changed
+    name: str, *, fmt: str = "e4m3", wide: str = "bf16", native: bool, unit: int = 16, **changed
 ) -> Spec:
     fp8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
     constexprs = {
-        "UNITS": 576 // unit,
+        "WIDTH": 576,
         "UNIT": unit,
+        "FEW_UNIT": 8,
         "LANES": 512,
         "PAGE_SIZE": 1,
         "BATCH": 0,
@@ -35,7 +36,6 @@ def cast_spec(
         "E5M2": fmt == "e5m2",
         "BF16": wide == "bf16",
         "NATIVE": native,
-        "EVICT": "",
     }
     return Spec(
         name=f"{name} {fmt} {wide} {'native' if native else 'bytes'}",
@@ -48,10 +48,10 @@ def cast_spec(
 
 
 def map_specs(batch: int) -> list[Spec]:
-    ints = dict.fromkeys(
-        ("table_stride", "new_stride", "batch", "limit", "page_size", "units", "room"), "i32"
-    )
-    pointers = dict.fromkeys(("table", "bounds", "first", "filled", "partial", "rank", "slots", "slots_filled", "count", "overflow", "new_indices"), "*i32")  # fmt: skip
+    ints = ["table_stride", "new_stride", "batch", "limit", "page_size", "units", "room"]
+    pointers = ["table", "bounds", "first", "filled", "partial", "rank", "slots", "slots_filled", "count"]
+    pointers += ["overflow", "new_indices"]
+    kinds = dict.fromkeys(ints, "i32") | dict.fromkeys(pointers, "*i32")
     arguments = {
         "_mark": "table bounds first filled table_stride batch limit page_size units",
         "_count": "table bounds first partial table_stride batch limit page_size units",
@@ -65,7 +65,7 @@ def map_specs(batch: int) -> list[Spec]:
         Spec(
             name=f"{kernel} {'paged' if batch else 'ragged'}",
             kernel=f"kvlab.kernels.slot_map:{kernel}",
-            signature={a: (pointers | ints)[a] for a in names.split()},
+            signature={a: kinds[a] for a in names.split()},
             constexprs={"BATCH": batch, "LANES": 256} | extra.get(kernel, {}),
             divisible=[a for a in names.split() if a in pointers],
             num_warps=8,
@@ -80,7 +80,7 @@ def compiled() -> dict[tuple[str, int], Resources]:
         cast_spec("shadow", fmt=f, wide=w, native=n)
         for f, w, n in itertools.product(("e4m3", "e5m2"), ("bf16", "fp16"), (True, False))
     ]
-    every += [cast_spec("paged", native=n, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
+    every += [cast_spec("paged", native=n, LANES=256, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
     every += [cast_spec("gather", native=n, COMPACT=True, FILLED=True, PAGE_SIZE=64) for n in (True, False)]
     every += map_specs(0) + map_specs(128)
     return {(r.name, r.capability): r for r in report(every)}
