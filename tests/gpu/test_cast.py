@@ -24,29 +24,33 @@ ROW = 576
 
 
 def cuts() -> list[Tuning]:
-    """Both ways to widen, both widths of access."""
-    return [Tuning(256, unit, 8, 8, native) for native in (True, False) for unit in (8, 16)]
+    """Both ways to widen, both widths of access, in tiles so small that 400 rows are many."""
+    return [Tuning(128, unit, 4, 1, native) for native in (True, False) for unit in (8, 16)]
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [*itertools.product(FORMATS, WIDE)])
 def test_every_code_is_bit_identical_to_stock(fmt, dtype, device):
-    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(9).view(4, ROW).view(fmt)
-    active = ActiveSlots.ragged(
-        torch.arange(4, dtype=torch.int32, device=device),
-        torch.tensor([0, 4], dtype=torch.int32, device=device),
-    )
-    for cut in [None, *cuts()]:
-        check_shadow(codes, Case(active, 4), dtype, cut=cut)
-    check_gather(codes, Case(active, 4), dtype, steps=1)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(900).view(400, ROW).view(fmt)
+    for n in (4, 400):
+        active = ActiveSlots.ragged(
+            torch.arange(n, dtype=torch.int32, device=device),
+            torch.tensor([0, n], dtype=torch.int32, device=device),
+        )
+        for cut in [None, *cuts()]:
+            check_shadow(codes, Case(active, 400), dtype, cut=cut)
+        check_gather(codes, Case(active, 400), dtype, steps=1, cut=cuts()[1])
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_reduced_ragged(index_dtype, device):
     """Small enough for compute-sanitizer."""
-    case = ragged_case([70, 0, 33], num_slots=61, seed=1, index_dtype=index_dtype, holes=True, device=device)
-    rows = random_pool(61, ROW, torch.float8_e4m3fn, seed=2, device=device, padding=64)
-    check_shadow(rows, case, torch.bfloat16)
-    check_gather(rows, case, torch.bfloat16)
+    case = ragged_case(
+        [170, 0, 33], num_slots=161, seed=1, index_dtype=index_dtype, holes=True, device=device
+    )
+    rows = random_pool(161, ROW, torch.float8_e4m3fn, seed=2, device=device, padding=64)
+    for cut in (None, cuts()[1]):
+        check_shadow(rows, case, torch.bfloat16, cut=cut)
+        check_gather(rows, case, torch.bfloat16, cut=cut)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
@@ -54,8 +58,9 @@ def test_reduced_paged(page_size, device):
     slots = 5 * page_size + page_size // 2
     case = paged_case([130, 0, 7], page_size, num_slots=slots, seed=page_size, holes=True, device=device)
     rows = random_pool(slots, ROW, torch.float8_e5m2, seed=3, device=device)
-    check_shadow(rows, case, torch.float16)
-    check_gather(rows, case, torch.float16)
+    for cut in (None, cuts()[3]):
+        check_shadow(rows, case, torch.float16, cut=cut)
+        check_gather(rows, case, torch.float16, cut=cut)
 
 
 @pytest.fixture(scope="module")
