@@ -1,0 +1,592 @@
+// What both Hopper MLA decode kernels share: parameters, PTX in C, the schedule, the load ring and the merge.
+//
+// Work is cut into chunks of 16 tokens. The items of a step are (request, block of NH query columns), a query
+// column being one head of one query token. All items lie on one line, item after item; CTA b of a persistent
+// grid takes the interval [b * span, (b + 1) * span) of it. Items are as long as their chunks and an overhead,
+// or, where that costs little, padded to whole spans, so that no CTA has two. Lengths are read on the device,
+// so one captured graph serves every length.
+//
+// Compile-time: NH columns an item, ROPE rope dims (64 or 0), E5M2 (else e4m3), HALF (FP16 Q and out, else
+// BF16), MULTI (several query tokens or more than NH heads; else an item is a request and a column a head), CAP
+// (a logit cap), PAGED (a page table, else ragged), INDEX64 (table entries), PRODUCERS warps that load (2, 4 or
+// 8). NVRTC compiles without any header.
+//
+// A step of one short request is over in some thousand cycles, and code that runs once costs about 35 cycles a
+// 128-byte line to fetch: what is not in the loop over chunks is written to be short.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define RANK 512
+#define ROW_BYTES (RANK + ROPE)
+#define CHUNK 16
+// 592 = 37 * 16: eight rows' 16-byte pieces fall into distinct banks for ldmatrix, plain and transposed.
+#define ROW_PITCH 592
+#define SLOT_BYTES (CHUNK * ROW_PITCH)
+#define NT (NH / 8)
+#define TILES (RANK / 16 * NT)
+#define MAX_FAN 8     // more parts than this are merged in two levels
+#define TABLE_FAN 20  // parts merged at once at most: 400 CTAs
+#define INFINITY_F __int_as_float(0x7f800000)
+// P is kept as 2^(x - m + P_BIAS): as far up in FP16's range as a running maximum that may lag by P_LAG allows.
+#define P_BIAS 8.0f
+#define P_LAG 7.0f
+
+struct Params {
+    const u16* q_nope;
+    const u16* q_pe;
+    const u8* rows;
+    const void* table;    // kv_indices, or page_table
+    const int* bounds;    // kv_indptr [bs + 1], or lengths [bs]
+    const int* q_indptr;  // [bs + 1] or null: one query token a request
+    u16* out;
+    float* lse;       // [tokens, heads] or null
+    float4* partial;  // [2 * CTAs][TILES][32] accumulators in fragment order
+    float2* ml;       // [2 * CTAs][NH] running maximum and sum
+    u32* tickets;     // [4 * CTAs], zero between launches
+    i64 table_stride;
+    i64 qn_token, qn_head, qp_token, qp_head, out_token, out_head;  // in elements
+    u32 row_stride;  // bytes
+    int num_slots, bs, heads, tokens, page_size, causal, num_ring, overhead, slack, min_span;
+    float scale;        // logits per q.k, without log2(e) where there is a cap
+    float cap_log2;     // logit_cap * log2(e), 0 for none
+    float lse_factor;   // ln 2 for a natural logarithm, 1 for base 2
+    float v_scale;
+};
+
+__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbar_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(bar), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+// 16 bytes to shared memory, or 16 zeros.
+__device__ __forceinline__ void copy16(u32 dst, const u8* src, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+}
+__device__ __forceinline__ void ldmatrix2(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(at));
+}
+__device__ __forceinline__ void ldmatrix4_trans(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+}
+__device__ __forceinline__ u32 transpose8(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+// Four FP8 bytes to two FP16 pairs, exact.
+__device__ __forceinline__ void widen(u32 x, u32& lo, u32& hi) {
+#if E5M2
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(x));
+#else
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(x));
+#endif
+}
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float rcp_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 pack_half(float lo, float hi) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+__device__ __forceinline__ u32 pack_out(float lo, float hi) {
+#if HALF
+    return pack_half(lo, hi);
+#else
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+#endif
+}
+__device__ __forceinline__ void unpack_q(u32 x, float& lo, float& hi) {
+#if HALF
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(lo), "=f"(hi)
+        : "r"(x));
+#else
+    lo = __uint_as_float(x << 16);
+    hi = __uint_as_float(x & 0xffff0000u);
+#endif
+}
+// A power of two that lifts a column of Q whose largest magnitude is `top` to below 2^14: exact for BF16 and
+// FP16 alike, and FP16 then holds every element to 2^-30 of the largest.
+__device__ __forceinline__ float lift(float top) {
+    int e = (int)((__float_as_uint(top) >> 23) & 255);
+    int field = e == 255 ? 127 : 267 - e;
+    return __uint_as_float((u32)(field > 253 ? 253 : field) << 23);
+}
+__device__ __forceinline__ float unlift(float l) { return __uint_as_float((254u << 23) - __float_as_uint(l)); }
+
+// Logit (times log2 e) of a raw dot product.
+__device__ __forceinline__ float logit2(float dot, float scale, float cap_log2) {
+    float x = dot * scale;
+#if CAP
+    // cap * tanh(x) as cap * (1 - 2 / (exp(2x) + 1)); `scale` holds 1 / cap then.
+    x = cap_log2 * (1.f - 2.f * rcp_fast(exp2_fast(2.885390082f * x) + 1.f));
+#endif
+    return x;
+}
+
+struct Item {
+    int request, block;   // which request, which block of NH columns
+    int first, last;      // chunks of this CTA's part, [first, last)
+    int length;           // the request's tokens
+    int q_start, q_len;   // query tokens
+    int cta0, parts;      // CTA of part 0, number of parts
+};
+
+struct Plan {
+    // In shared memory: where a request starts on the line [requests + 1], its tokens, where its table starts.
+    const int *prefix, *length, *begin;
+    int requests, span, overhead, lo, hi;
+};
+
+__device__ __forceinline__ int q_begin(const Params& p, int r) {
+    if (!MULTI || !p.q_indptr) return r;
+    return r <= p.bs ? p.q_indptr[r] : p.tokens;
+}
+
+__device__ __forceinline__ int warp_scan(int x) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        int up = __shfl_up_sync(~0u, x, d);
+        if (lane >= d) x += up;
+    }
+    return x;
+}
+
+// x / y for 0 <= x < 2^31, 0 < y, where the quotient is far below 2^22: a float's guess, put right.
+__device__ __forceinline__ int divide(int x, int y) {
+    int q = (int)((float)x * rcp_fast((float)y));
+    q -= q && q * y > x;
+    return q + ((q + 1) * y <= x);
+}
+__device__ __forceinline__ int divide_up(int x, int y) { return x ? divide(x - 1, y) + 1 : 0; }
+
+struct Load {
+    int total, items, most;  // chunks with overhead, items, chunks of the longest
+};
+
+// Read request r's length into shared memory and count it in.
+__device__ __forceinline__ void weigh(const Params& p, int r, int* length, int* begin, Load& load) {
+    int n = 0, at = 0, blocks = 1;
+    if (!MULTI || r < p.bs) {
+        at = PAGED ? 0 : p.bounds[r];
+        n = PAGED ? p.bounds[r] : p.bounds[r + 1] - at;
+    }
+    n = n < 0 ? 0 : n;
+    length[r] = n;
+    begin[r] = at;
+    if (MULTI) blocks = divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH);
+    int chunks = (n + CHUNK - 1) / CHUNK;
+    load.total += chunks ? blocks * (chunks + p.overhead) : 0;
+    load.items += chunks ? blocks : 0;
+    load.most = load.most > chunks && blocks ? load.most : chunks;
+}
+
+// Span and overhead: items whole spans long, each CTA part of one at most, where the longest spans that needs
+// are little longer than even ones.
+__device__ __forceinline__ int2 choose_span(const Params& p, const Load& load) {
+    int ctas = gridDim.x, even = divide(load.total, ctas) + 1;
+    even = even < p.min_span ? p.min_span : even;
+    if (load.items && load.items <= ctas) {
+        int whole = divide_up(load.most, divide(ctas, load.items));
+        whole = whole < p.min_span ? p.min_span : whole;
+        if (whole <= even + even / 16 + p.slack) return make_int2(whole, 0);
+    }
+    return make_int2(even, p.overhead);
+}
+
+// What an item of `chunks` chunks takes of the line.
+__device__ __forceinline__ int item_weight(int chunks, int span, int overhead) {
+    if (!chunks) return 0;
+    return overhead ? chunks + overhead : divide_up(chunks, span) * span;
+}
+__device__ __forceinline__ int request_weight(const Params& p, int r, int n, int2 span) {
+    int blocks = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;
+    return blocks * item_weight((n + CHUNK - 1) / CHUNK, span.x, span.y);
+}
+
+// Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens.
+// `scratch` [40] is shared memory. Ends in __syncthreads.
+__device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* begin, int* scratch) {
+    Plan plan;
+    int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    Load load = {0, 0, 0};
+    if (requests < 32) {
+        if (warp == 0) {
+            if (lane < requests) weigh(p, lane, length, begin, load);
+            int n = lane < requests ? length[lane] : 0;
+            load.total = __reduce_add_sync(~0u, load.total);
+            load.items = __reduce_add_sync(~0u, load.items);
+            load.most = __reduce_max_sync(~0u, load.most);
+            int2 span = choose_span(p, load);
+            int weight = lane < requests ? request_weight(p, lane, n, span) : 0;
+            prefix[lane] = warp_scan(weight) - weight;  // lanes past the last request hold the total
+            if (lane == 0) *(int2*)scratch = span;
+        }
+    } else {
+#pragma unroll 1
+        for (int r = threadIdx.x; r < requests; r += blockDim.x) weigh(p, r, length, begin, load);
+        if (threadIdx.x < 3) scratch[threadIdx.x + 36] = 0;
+        __syncthreads();
+        load.total = __reduce_add_sync(~0u, load.total);
+        load.items = __reduce_add_sync(~0u, load.items);
+        load.most = __reduce_max_sync(~0u, load.most);
+        if (lane == 0) {
+            atomicAdd(scratch + 36, load.total);
+            atomicAdd(scratch + 37, load.items);
+            atomicMax(scratch + 38, load.most);
+        }
+        __syncthreads();
+        load.total = scratch[36];
+        load.items = scratch[37];
+        load.most = scratch[38];
+        int2 span = choose_span(p, load);
+        int carry = 0;
+#pragma unroll 1
+        for (int base = 0; base < requests; base += blockDim.x) {
+            int r = base + threadIdx.x, weight = r < requests ? request_weight(p, r, length[r], span) : 0;
+            int sum = warp_scan(weight);
+            if (lane == 31) scratch[warp] = sum;
+            __syncthreads();
+            int before = carry;
+#pragma unroll 1
+            for (int w = 0; w < blockDim.x >> 5; w++) {
+                int s = scratch[w];
+                before += w < warp ? s : 0;
+                carry += s;
+            }
+            if (r < requests) prefix[r] = before + sum - weight;
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) {
+            prefix[requests] = carry;
+            *(int2*)scratch = span;
+        }
+    }
+    __syncthreads();
+    int2 span = *(int2*)scratch;
+    int total = prefix[requests];
+    plan.prefix = prefix;
+    plan.length = length;
+    plan.begin = begin;
+    plan.requests = requests;
+    plan.span = span.x;
+    plan.overhead = span.y;
+    i64 lo = (i64)blockIdx.x * span.x, hi = lo + span.x;
+    plan.lo = lo < total ? (int)lo : total;
+    plan.hi = hi < total ? (int)hi : total;
+    return plan;
+}
+
+// The next item that has chunks in [pos, hi) for this CTA; false when there is none.
+__device__ __forceinline__ bool next_item(const Params& p, const Plan& plan, int& pos, Item& it) {
+#pragma unroll 1
+    while (pos < plan.hi) {
+        int lo = 0, hi = plan.requests;  // the last request with prefix <= pos, which is not empty
+#pragma unroll 1
+        while (hi - lo > 1) {
+            int mid = (lo + hi) >> 1;
+            if (plan.prefix[mid] <= pos) lo = mid;
+            else hi = mid;
+        }
+        it.request = lo;
+        it.length = plan.length[lo];
+        int chunks = (it.length + CHUNK - 1) / CHUNK, weight = item_weight(chunks, plan.span, plan.overhead);
+        it.block = MULTI ? divide(pos - plan.prefix[lo], weight) : 0;
+        int base = plan.prefix[lo] + it.block * weight, start = base + plan.overhead;
+        it.first = pos > start ? pos - start : 0;
+        it.last = plan.hi - start < chunks ? plan.hi - start : chunks;
+        pos = base + weight;
+        if (it.last <= it.first) continue;
+        it.q_start = q_begin(p, lo);
+        it.q_len = MULTI ? q_begin(p, lo + 1) - it.q_start : 1;
+        it.cta0 = divide(start, plan.span);
+        it.parts = divide(start + chunks - 1, plan.span) - it.cta0 + 1;
+        return true;
+    }
+    return false;
+}
+
+#if INDEX64
+typedef i64 Entry;
+#else
+typedef int Entry;
+#endif
+
+// The table's entry for a token, as it is: looked at only when it is used, or loading it ahead is no use.
+__device__ __forceinline__ Entry entry_of(const Params& p, const Item& it, i64 start, int token) {
+    if (token >= it.length) return -1;
+    return ((const Entry*)p.table)[start + (PAGED ? token / p.page_size : token)];
+}
+// Its slot in the pool, -1 for none.
+__device__ __forceinline__ int slot_of(const Params& p, Entry entry, int token) {
+    i64 slot = entry;
+    if (PAGED) slot = entry < 0 ? -1 : (i64)entry * p.page_size + token % p.page_size;
+    return slot < p.num_slots && slot >= 0 ? (int)slot : -1;
+}
+
+// The ring: num_ring slots of CHUNK rows, filled by halves of 8 rows. A half's mask says which of its rows are
+// tokens; the others are zeroed. Whoever loads or reads a slot does so on every turn of the ring: a barrier's
+// parity tells one turn from the next, not from the one after.
+struct Ring {
+    u32 data, full, empty;  // shared addresses
+    u8* mask;               // [slots][2]
+    int slots;
+};
+#define FULL_ARRIVALS (2 * 33)  // of each half: 32 lanes when their copies land, one for the mask
+
+__device__ __forceinline__ const u8* row_at(const Params& p, int slot) {
+    return p.rows + (u64)(u32)(slot < 0 ? 0 : slot) * p.row_stride;
+}
+
+// PRODUCERS warps load this CTA's chunks in order, warp w every PRODUCERS-th half, 16 bytes a lane and copy; here
+// those of one item. `done` chunks of this CTA lie before it.
+// (A bulk copy a row costs its one warp some 100 cycles: three times what the memory needs for a row.)
+__device__ __forceinline__ void produce(const Params& p, const Plan& plan, const Item& it, const Ring& ring, int w,
+                                        int done) {
+    int lane = threadIdx.x & 31;
+    i64 start = PAGED ? (i64)it.request * p.table_stride : (i64)plan.begin[it.request];
+    // A ring slot always belongs to the same warps: this CTA's chunk n to those of halves 2n and 2n + 1.
+    int half = 2 * it.first + ((w - 2 * done) & (PRODUCERS - 1)), end = 2 * it.last;
+    // Lane l holds the slot of row l % 8 of this warp's half number l / 8 from here; two loads ahead.
+    int token = 8 * (half + PRODUCERS * (lane >> 3)) + (lane & 7);
+    Entry next = entry_of(p, it, start, token), later = entry_of(p, it, start, token + 32 * PRODUCERS);
+    int n = done + (half >> 1) - it.first, turn = divide(n, ring.slots), slot = n - turn * ring.slots;
+    u32 phase = (turn & 1) ^ 1;  // a fresh barrier counts as having completed the phase before
+#pragma unroll 1
+    while (half < end) {
+        int now = slot_of(p, next, token);
+        next = later;
+        token += 32 * PRODUCERS;
+        later = entry_of(p, it, start, token + 32 * PRODUCERS);
+        u32 valid = __ballot_sync(~0u, now >= 0);
+#pragma unroll 1
+        for (int u = 0; u < 4 && half < end; u++) {
+            u32 full = ring.full + slot * 8, data = ring.data + slot * SLOT_BYTES + (w & 1) * 8 * ROW_PITCH;
+            mbar_wait(ring.empty + slot * 8, phase);
+#pragma unroll
+            for (int r = 0; r < 8; r++) {
+                int at = __shfl_sync(~0u, now, 8 * u + r);
+                copy16(data + r * ROW_PITCH + lane * 16, row_at(p, at) + lane * 16, at >= 0);
+            }
+#if ROPE
+            int at = __shfl_sync(~0u, now, 8 * u + (lane >> 2));
+            copy16(data + (lane >> 2) * ROW_PITCH + RANK + (lane & 3) * 16, row_at(p, at) + RANK + (lane & 3) * 16,
+                   at >= 0);
+#endif
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+            if (lane == 0) {
+                ring.mask[2 * slot + (w & 1)] = (u8)(valid >> (8 * u));
+                mbar_arrive(full);
+            }
+            half += PRODUCERS;
+            slot += PRODUCERS / 2;
+            if (slot >= ring.slots) {
+                slot -= ring.slots;
+                phase ^= 1;
+            }
+        }
+    }
+}
+
+// What one column of an item is: its query token and head, and how many of the request's tokens it sees.
+struct Column {
+    bool real;
+    int token, head, sees;
+};
+__device__ __forceinline__ Column column_of(const Params& p, const Item& it, int col) {
+    Column c;
+    int n = it.block * NH + col, j = MULTI && p.q_indptr ? n / p.heads : 0;
+    c.real = n < it.q_len * p.heads;
+    c.head = n - j * p.heads;
+    c.token = it.q_start + j;
+    c.sees = MULTI && p.causal ? it.length - it.q_len + 1 + j : it.length;
+    return c;
+}
+
+// Where a lane's part of the final output goes: dims 2g and 2g + 1 of columns 8n + 2t and 8n + 2t + 1, or null.
+struct Target {
+    u16 *a, *b;
+};
+__device__ __forceinline__ Target target_of(const Params& p, const Item& it, int col) {
+    int lane = threadIdx.x & 31;
+    Column a = column_of(p, it, col), b = column_of(p, it, col + 1);
+    u16* at = p.out + 2 * (lane >> 2);
+    return {a.real ? at + a.token * p.out_token + a.head * p.out_head : 0,
+            b.real ? at + b.token * p.out_token + b.head * p.out_head : 0};
+}
+__device__ __forceinline__ void store_out(const Target& to, int mt, float4 o, float s0, float s1) {
+    if (to.a) *(u32*)(to.a + 16 * mt) = pack_out(o.x * s0, o.z * s0);
+    if (to.b) *(u32*)(to.b + 16 * mt) = pack_out(o.y * s1, o.w * s1);
+}
+__device__ __forceinline__ void store_lse(const Params& p, const Item& it, int col, float m, float l) {
+    Column c = column_of(p, it, col);
+    if (!p.lse || !c.real) return;
+    p.lse[(i64)c.token * p.heads + c.head] = l == 0.f ? -INFINITY_F : (m + log2_fast(l)) * p.lse_factor;
+}
+__device__ __forceinline__ float inverse_sum(const Params& p, float l) {
+    return l == 0.f ? 0.f : p.v_scale * rcp_fast(l);
+}
+
+// exp2(m - top), 0 for a part that saw nothing.
+__device__ __forceinline__ float weight_of(float m, float top) { return m == -INFINITY_F ? 0.f : exp2_fast(m - top); }
+
+// Zeros for requests without tokens, whose queries see nothing; spread over all CTAs.
+__device__ __noinline__ void zero_empty(const Params& p, const Plan& plan, int thread, int threads) {
+    for (int r = blockIdx.x; r < plan.requests; r += gridDim.x) {
+        if (plan.length[r]) continue;
+        int start = q_begin(p, r), columns = (MULTI ? q_begin(p, r + 1) - start : 1) * p.heads;
+        for (int i = thread; i < columns * (RANK / 2); i += threads) {
+            int column = i / (RANK / 2), token = start + column / p.heads, head = column % p.heads;
+            *(u32*)(p.out + token * p.out_token + head * p.out_head + i % (RANK / 2) * 2) = 0;
+            if (p.lse && i % (RANK / 2) == 0) p.lse[(i64)token * p.heads + head] = -INFINITY_F;
+        }
+    }
+}
+
+// Add up `n` partial results, `stride` CTAs apart from CTA `cta` on, in that order. All MERGE_WARPS warps call it;
+// the item's result goes to `out` when `is_final`, else back to the first one's place.
+#define BATCH 4
+__device__ __noinline__ void merge_parts(const Params& p, const Item& it, int cta, int stride, int n, bool is_final,
+                                         float2* table, int warp) {
+    int lane = threadIdx.x & 31, cta0 = it.cta0;
+    auto slot = [&](int k) { return 2 * (cta + k * stride) + (cta + k * stride == cta0 ? 1 : 0); };
+    for (int i = warp * 32 + lane; i < n * NH; i += MERGE_WARPS * 32)
+        table[i] = __ldcg(&p.ml[(i64)slot(i / NH) * NH + i % NH]);
+    named_sync(1, MERGE_WARPS * 32);
+    int nt = warp % NT, col = 8 * nt + 2 * (lane & 3);
+    const float4* mine = (const float4*)(table + col);  // maximum and sum of two columns
+    Target to = target_of(p, it, col);
+    float m0 = -INFINITY_F, m1 = -INFINITY_F, l0 = 0.f, l1 = 0.f;
+#pragma unroll 4
+    for (int k = 0; k < n; k++) {
+        m0 = fmaxf(m0, mine[k * (NH / 2)].x);
+        m1 = fmaxf(m1, mine[k * (NH / 2)].z);
+    }
+#pragma unroll 1
+    for (int base = warp / NT; base < RANK / 16; base += BATCH * (MERGE_WARPS / NT)) {
+        float4 o[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+        l0 = l1 = 0.f;
+#pragma unroll 4
+        for (int k = 0; k < n; k++) {
+            const float4* part = p.partial + ((i64)slot(k) * TILES + nt) * 32 + lane;
+            float4 x[BATCH], c = mine[k * (NH / 2)];
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                int mt = base + j * (MERGE_WARPS / NT);
+                x[j] = mt < RANK / 16 ? __ldcg(part + mt * NT * 32) : o[j];
+            }
+            float f0 = weight_of(c.x, m0), f1 = weight_of(c.z, m1);
+            l0 += f0 * c.y;
+            l1 += f1 * c.w;
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                o[j].x += f0 * x[j].x;
+                o[j].z += f0 * x[j].z;
+                o[j].y += f1 * x[j].y;
+                o[j].w += f1 * x[j].w;
+            }
+        }
+        float i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            int mt = base + j * (MERGE_WARPS / NT);
+            if (mt >= RANK / 16) break;
+            if (is_final) store_out(to, mt, o[j], i0, i1);
+            else p.partial[((i64)slot(0) * TILES + mt * NT + nt) * 32 + lane] = o[j];
+        }
+    }
+    if (warp < NT && lane < 4) {
+        if (is_final) {
+            store_lse(p, it, col, m0, l0);
+            store_lse(p, it, col + 1, m1, l1);
+        } else {
+            *(float4*)(p.ml + (i64)slot(0) * NH + col) = make_float4(m0, l0, m1, l1);
+        }
+    }
+}
+
+// Is this CTA the last of `n` to arrive at `ticket`? All MERGE_WARPS warps get the answer.
+__device__ __forceinline__ bool last_to_arrive(u32* ticket, int n, int* flag, bool leader) {
+    named_sync(1, MERGE_WARPS * 32);
+    if (leader) {
+        u32 before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+        if (before == (u32)(n - 1)) *ticket = 0;  // for the next launch: no one else touches it in this one
+        *flag = before == (u32)(n - 1);
+    }
+    named_sync(1, MERGE_WARPS * 32);
+    return *flag;
+}
+
+// After this CTA stored its part: whoever is last merges. More than MAX_FAN parts merge in two levels.
+__device__ __noinline__ void finish_parts(const Params& p, const Item& it, float2* table, int* flag, int warp) {
+    int part = (int)blockIdx.x - it.cta0, fan = it.parts;
+    bool leader = warp == 0 && (threadIdx.x & 31) == 0;
+    u32* ticket = p.tickets + 2 * it.cta0 + 1;
+    if (it.parts > MAX_FAN) {
+        fan = MAX_FAN;
+        while (fan * fan < it.parts) fan++;
+        int group = part / fan, cta = it.cta0 + group * fan, groups = (it.parts + fan - 1) / fan;
+        int n = it.parts - group * fan < fan ? it.parts - group * fan : fan;
+        if (!last_to_arrive(p.tickets + 2 * cta + (group == 0), n, flag, leader)) return;
+        merge_parts(p, it, cta, 1, n, false, table, warp);
+        if (!last_to_arrive(p.tickets + 2 * gridDim.x + it.cta0, groups, flag, leader)) return;
+        merge_parts(p, it, it.cta0, fan, groups, true, table, warp);
+    } else if (last_to_arrive(ticket, fan, flag, leader)) {
+        merge_parts(p, it, it.cta0, 1, fan, true, table, warp);
+    }
+}

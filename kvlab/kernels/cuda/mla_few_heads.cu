@@ -1,0 +1,419 @@
+// FP8 MLA decode for few heads: query columns in N of mma.m16n8k16, tokens (QK) and latent dims (PV) in M.
+//
+// A group of G warps takes a chunk of 16 tokens. Warp w owns 512 / G latent dims: it multiplies its dims of K
+// with its dims of Q, the group adds up the partial logits through shared memory, each warp computes the same
+// softmax in registers, and each multiplies its dims of V, read again from the same shared rows transposed,
+// with P. NG groups run unsynchronised on different chunks, each with its own running maximum, and are merged
+// once at the end of an item. Rows stay FP8 until they are in registers.
+//
+// Compile-time: NH, ROPE, E5M2, HALF (see mla_common.cuh), G, NG, MERGE_ROUNDS, MIN_CTAS a SM,
+// REGISTERS and PRODUCER_REGISTERS (or 0), FIXED_SHARED bytes before the ring, PROBE 1 to load only.
+
+#if TRACE
+#define STAMP(k)                                                                                             \
+    do {                                                                                                     \
+        u64 now;                                                                                             \
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));                                               \
+        if ((threadIdx.x & 31) == 0)                                                                         \
+            ((u64*)((u8*)p.tickets + TRACE))[(blockIdx.x * 32 + (threadIdx.x >> 5)) * 8 + (k)] = now;        \
+    } while (0)
+#else
+#define STAMP(k)
+#endif
+
+#define WARPS (G * NG)
+#define MERGE_WARPS WARPS
+#define THREADS ((WARPS + PRODUCERS) * 32)
+#include "mla_common.cuh"
+
+#define LATENT (RANK / 16 / G)  // 16-dim pieces a warp owns
+#define ROPE_PIECES (ROPE / 16 / G)
+#define PIECES (LATENT + ROPE_PIECES)
+#define MERGE_TILES (TILES / MERGE_ROUNDS)
+
+struct Shared {
+    float4 exchange[NG][2][G][NT][32];
+    float4 merge[NG * MERGE_TILES * 32];
+    uint2 q[G * PIECES][NT][32];
+    __align__(16) float2 ml[NG][NH];
+    __align__(16) float2 table[TABLE_FAN * NH];
+    float down[NH];  // what undoes a column's lift
+    int scratch[40];
+    int flag;
+};
+
+static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
+
+struct State {
+    u32 q[PIECES][NT][2];
+    float acc[LATENT][NT][4];
+    float m[NT][2], l[NT][2], scale[NT][2];
+    int sees[NT][2];
+};
+
+// Q to FP16 B fragments in shared memory, a warp a column. Within a 16-dim piece a lane's four k indices (2t,
+// 2t + 1, 2t + 8, 2t + 9) stand for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
+__device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
+    int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int col = warp; col < NH; col += WARPS) {
+        Column c = column_of(p, it, col);
+        int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
+        const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
+        uint2 x[5];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = __ldg(nope + 32 * j);
+#if ROPE
+        x[4] = __ldg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
+#else
+        x[4] = x[3];
+#endif
+        u32 most = 0;  // magnitudes order as their bits do, NaN above all
+#pragma unroll
+        for (int j = 0; j < 5; j++) {
+            u32 a = x[j].x & 0x7fff7fffu, b = x[j].y & 0x7fff7fffu;
+            asm("{.reg .b32 m; max.u16x2 m, %1, %2; max.u16x2 %0, %0, m;}" : "+r"(most) : "r"(a), "r"(b));
+        }
+        most = __reduce_max_sync(~0u, most > most << 16 ? most >> 16 : most & 0xffffu);
+        float top, unused;
+        unpack_q(most, top, unused);
+        float up = lift(top);
+        if (lane == 0) sh.down[col] = unlift(up);
+#pragma unroll
+        for (int j = 0; j < (ROPE ? 5 : 4); j++) {
+            float a, b, d, e;
+            unpack_q(x[j].x, a, b);
+            unpack_q(x[j].y, d, e);
+            int piece = 8 * j + (lane >> 2);
+            if (j < 4 || lane < 16)
+                sh.q[piece][col / 8][(col & 7) * 4 + (lane & 3)] =
+                    make_uint2(pack_half(a * up, b * up), pack_half(d * up, e * up));
+        }
+    }
+    named_sync(1, WARPS * 32);
+}
+
+__device__ __forceinline__ void load_q(const Params& p, const Item& it, Shared& sh, State& st, int w) {
+    int lane = threadIdx.x & 31, t = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int k = 0; k < PIECES; k++) {
+            uint2 x = sh.q[k < LATENT ? w * LATENT + k : RANK / 16 + w * ROPE_PIECES + k - LATENT][n][lane];
+            st.q[k][n][0] = x.x;
+            st.q[k][n][1] = x.y;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            st.scale[n][i] = p.scale * sh.down[8 * n + 2 * t + i];
+            st.sees[n][i] = column_of(p, it, 8 * n + 2 * t + i).sees;
+        }
+    }
+}
+
+__device__ __forceinline__ void qk_piece(float (&s)[NT][4], const State& st, int k, u32 r0, u32 r1) {
+    u32 a[4];
+    widen(r0, a[0], a[2]);
+    widen(r1, a[1], a[3]);
+#pragma unroll
+    for (int n = 0; n < NT; n++) mma(s[n], a, st.q[k][n][0], st.q[k][n][1]);
+}
+
+// One chunk: rows at shared address `rows` (this lane's ldmatrix row and column added), tokens from `token` on.
+__device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u32 rows, u32 mask, int token, int group,
+                                      int w, int round) {
+    int lane = threadIdx.x & 31, g = lane >> 2;
+    float s[2][NT][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[h][n][i] = 0.f;
+    u32 latent = rows + w * LATENT * 16, rope = rows + RANK + w * ROPE_PIECES * 16;
+#pragma unroll
+    for (int k = 0; k < LATENT; k += 2) {
+        u32 r[4];
+        ldmatrix4(r, latent + k * 16);
+        qk_piece(s[0], st, k, r[0], r[1]);
+        qk_piece(s[1], st, k + 1, r[2], r[3]);
+    }
+#if ROPE
+#pragma unroll
+    for (int k = 0; k < ROPE_PIECES; k += 2) {
+        u32 r[4];
+        if (k + 1 < ROPE_PIECES) ldmatrix4(r, rope + k * 16);
+        else ldmatrix2(r, rope + k * 16);
+        qk_piece(s[0], st, LATENT + k, r[0], r[1]);
+        if (k + 1 < ROPE_PIECES) qk_piece(s[1], st, LATENT + k + 1, r[2], r[3]);
+    }
+#endif
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[0][n][i] += s[1][n][i];
+    if (G > 1) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+            sh.exchange[group][round][w][n][lane] = make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]);
+        named_sync(2 + group, G * 32);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float4 sum = sh.exchange[group][round][0][n][lane];
+#pragma unroll
+            for (int i = 1; i < G; i++) {
+                float4 x = sh.exchange[group][round][i][n][lane];
+                sum.x += x.x;
+                sum.y += x.y;
+                sum.z += x.z;
+                sum.w += x.w;
+            }
+            s[0][n][0] = sum.x;
+            s[0][n][1] = sum.y;
+            s[0][n][2] = sum.z;
+            s[0][n][3] = sum.w;
+        }
+    }
+    // Columns are heads: a lane holds tokens g and g + 8 of columns 2t and 2t + 1, here as in the output.
+    bool low = mask >> g & 1, high = mask >> (g + 8) & 1, lags = false;
+    float top[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float x = logit2(s[0][n][i], st.scale[n][i], p.cap_log2);
+            float y = logit2(s[0][n][i + 2], st.scale[n][i], p.cap_log2);
+            x = low && token + g < st.sees[n][i] ? x : -INFINITY_F;
+            y = high && token + g + 8 < st.sees[n][i] ? y : -INFINITY_F;
+            s[0][n][i] = x;
+            s[0][n][i + 2] = y;
+            top[n][i] = fmaxf(x, y);
+        }
+#pragma unroll
+    for (int d = 4; d < 32; d <<= 1)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) top[n][i] = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], d));
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) lags |= top[n][i] > st.m[n][i] + (P_BIAS + P_LAG);
+    if (__any_sync(~0u, lags)) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float f[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float m = top[n][i] > st.m[n][i] + P_BIAS ? top[n][i] - P_BIAS : st.m[n][i];
+                f[i] = m == st.m[n][i] ? 1.f : exp2_fast(st.m[n][i] - m);
+                st.m[n][i] = m;
+                st.l[n][i] *= f[i];
+            }
+#pragma unroll
+            for (int k = 0; k < LATENT; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) st.acc[k][n][i] *= f[i & 1];
+        }
+    }
+    u32 b[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float m = st.m[n][i] == -INFINITY_F ? 0.f : st.m[n][i];
+            s[0][n][i] = exp2_fast(s[0][n][i] - m);
+            s[0][n][i + 2] = exp2_fast(s[0][n][i + 2] - m);
+            st.l[n][i] += s[0][n][i] + s[0][n][i + 2];
+        }
+        b[n][0] = transpose8(pack_half(s[0][n][0], s[0][n][1]));
+        b[n][1] = transpose8(pack_half(s[0][n][2], s[0][n][3]));
+    }
+    // The same bytes as V, transposed: a lane gets tokens 2t and 2t + 1 of dims 2g and 2g + 1, and two byte
+    // shuffles and four conversions make them the rows g and g + 8 of an A fragment.
+#pragma unroll
+    for (int k = 0; k < LATENT; k += 2) {
+        u32 r[4], a[4];
+        ldmatrix4_trans(r, latent + k * 16);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            widen(__byte_perm(r[2 * h], 0, 0x3120), a[0], a[1]);
+            widen(__byte_perm(r[2 * h + 1], 0, 0x3120), a[2], a[3]);
+#pragma unroll
+            for (int n = 0; n < NT; n++) mma(st.acc[k + h][n], a, b[n][0], b[n][1]);
+        }
+    }
+}
+
+// Add the groups' results up; the item's result goes to `out`, or this CTA's part of it to `partial`.
+__device__ __forceinline__ void finish_item(const Params& p, const Item& it, Shared& sh, State& st, int group, int w) {
+    int lane = threadIdx.x & 31, t = lane & 3, warp = group * G + w;
+    bool whole = it.parts == 1;
+    i64 slot = 2 * blockIdx.x + ((int)blockIdx.x == it.cta0 ? 1 : 0);
+#pragma unroll
+    for (int d = 4; d < 32; d <<= 1)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) st.l[n][i] += __shfl_xor_sync(~0u, st.l[n][i], d);
+    if (w == 0 && lane < 4)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) sh.ml[group][8 * n + 2 * t + i] = make_float2(st.m[n][i], st.l[n][i]);
+    constexpr int per_round = LATENT / MERGE_ROUNDS;  // pieces of each warp
+#pragma unroll
+    for (int r = 0; r < MERGE_ROUNDS; r++) {
+        if (r) named_sync(1, WARPS * 32);
+#pragma unroll
+        for (int k = 0; k < per_round; k++)
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const float(&a)[4] = st.acc[r * per_round + k][n];
+                sh.merge[((group * G + w) * per_round * NT + k * NT + n) * 32 + lane] =
+                    make_float4(a[0], a[1], a[2], a[3]);
+            }
+        named_sync(1, WARPS * 32);
+        if (r == 0) STAMP(5);
+        // This round's tiles, spread over all warps; a warp's are all of the same 8 columns.
+        int n = warp % NT, col = 8 * n + 2 * t;
+        float m0 = -INFINITY_F, m1 = -INFINITY_F, l0 = 0.f, l1 = 0.f, f[NG][2];
+        float4 ml[NG];
+#pragma unroll
+        for (int j = 0; j < NG; j++) {
+            ml[j] = *(const float4*)&sh.ml[j][col];
+            m0 = fmaxf(m0, ml[j].x);
+            m1 = fmaxf(m1, ml[j].z);
+        }
+#pragma unroll
+        for (int j = 0; j < NG; j++) {
+            f[j][0] = weight_of(ml[j].x, m0);
+            f[j][1] = weight_of(ml[j].z, m1);
+            l0 += f[j][0] * ml[j].y;
+            l1 += f[j][1] * ml[j].w;
+        }
+        float i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
+        Target to = target_of(p, it, col);
+#pragma unroll
+        for (int i = 0; i < (MERGE_TILES + WARPS - 1) / WARPS; i++) {
+            int q = warp / NT + i * (WARPS / NT);
+            if (MERGE_TILES % WARPS && q >= MERGE_TILES / NT) break;
+            int mt = q / per_round * LATENT + r * per_round + q % per_round;
+            float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int j = 0; j < NG; j++) {
+                float4 x = sh.merge[(j * MERGE_TILES + q * NT + n) * 32 + lane];
+                o.x += f[j][0] * x.x;
+                o.y += f[j][1] * x.y;
+                o.z += f[j][0] * x.z;
+                o.w += f[j][1] * x.w;
+            }
+            if (whole) store_out(to, mt, o, i0, i1);
+            else p.partial[(slot * TILES + mt * NT + n) * 32 + lane] = o;
+        }
+        if (r == 0 && warp < NT && lane < 4) {
+            if (whole) {
+                store_lse(p, it, col, m0, l0);
+                store_lse(p, it, col + 1, m1, l1);
+            } else {
+                *(float4*)(p.ml + slot * NH + col) = make_float4(m0, l0, m1, l1);
+            }
+        }
+    }
+    STAMP(6);
+    if (!whole) finish_parts(p, it, sh.table, &sh.flag, warp);
+}
+
+// One item's chunks, of which `done` lie before it in this CTA.
+__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, int warp,
+                                        int done, int& round) {
+    int lane = threadIdx.x & 31, group = warp / G, w = warp % G;
+    u32 lane_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
+    State st;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            st.m[n][i] = -INFINITY_F;
+            st.l[n][i] = 0.f;
+#pragma unroll
+            for (int k = 0; k < LATENT; k++) st.acc[k][n][i] = st.acc[k][n][i + 2] = 0.f;
+        }
+    stage_q(p, it, sh, warp);
+    load_q(p, it, sh, st, w);
+    STAMP(2);
+    // This CTA's chunk n goes to group n % NG; the ring's slots are a multiple of NG.
+    int skip = (group - done % NG + NG) % NG, n = done + skip, turn = divide(n, ring.slots);
+    int slot = n - turn * ring.slots;
+    u32 phase = turn & 1;
+#pragma unroll 1
+    for (int c = it.first + skip; c < it.last; c += NG) {
+        mbar_wait(ring.full + slot * 8, phase);
+#if TRACE
+        if (c == it.first + skip) STAMP(3);
+#endif
+#if !PROBE
+        round ^= 1;
+        chunk(p, sh, st, ring.data + slot * SLOT_BYTES + lane_at, *(volatile u16*)(ring.mask + 2 * slot), c * CHUNK,
+              group, w, round);
+#endif
+        __syncwarp();
+        if (lane == 0) mbar_arrive(ring.empty + slot * 8);
+        slot += NG;
+        if (slot >= ring.slots) {
+            slot -= ring.slots;
+            phase ^= 1;
+        }
+    }
+    STAMP(4);
+    finish_item(p, it, sh, st, group, w);
+    STAMP(7);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) mla_few_heads(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 dynamic[];
+    Shared& sh = *(Shared*)dynamic;
+    u8* at = dynamic + FIXED_SHARED;
+    Ring ring;
+    ring.slots = p.num_ring;
+    ring.data = smem_u32(at);
+    at += p.num_ring * SLOT_BYTES;
+    ring.full = smem_u32(at);
+    ring.empty = ring.full + p.num_ring * 8;
+    ring.mask = at + p.num_ring * 16;
+    int room = p.bs > 31 ? p.bs + 1 : 32;
+    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + room + 1, *begin = length + room;
+
+    int warp = threadIdx.x >> 5;
+    STAMP(0);
+    if (threadIdx.x < p.num_ring) {
+        mbar_init(ring.full + threadIdx.x * 8, FULL_ARRIVALS);
+        mbar_init(ring.empty + threadIdx.x * 8, G);
+    }
+    Plan plan = make_plan(p, prefix, length, begin, sh.scratch);  // ends in __syncthreads
+    STAMP(1);
+    Item it;
+    int pos = plan.lo, done = 0, round = 0;
+    bool more = next_item(p, plan, pos, it);
+    if (warp >= WARPS) {
+#if REGISTERS
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+#endif
+        while (more) {
+            produce(p, plan, it, ring, warp - WARPS, done);
+            STAMP(5);
+            done += it.last - it.first;
+            more = next_item(p, plan, pos, it);
+        }
+    } else {
+#if REGISTERS
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+        while (more) {
+            consume(p, it, ring, sh, warp, done, round);
+            done += it.last - it.first;
+            more = next_item(p, plan, pos, it);
+        }
+        zero_empty(p, plan, threadIdx.x, WARPS * 32);
+    }
+}

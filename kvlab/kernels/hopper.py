@@ -1,0 +1,334 @@
+"""MLA decode over FP8 rows for Hopper, in CUDA C++ compiled at first use (cuda/mla_*.cu say how they work).
+
+One launch a call, no host synchronisation, lengths read on the device: a captured CUDA graph serves every
+length. `supports` says why a call is not for this kernel; `mla_decode` takes the same arguments as
+`kvlab.kernels.decode.mla_decode` and equals `kvlab.kernels.reference.mla_attention`.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvlab.errors import BadInput
+from kvlab.kernels import nvrtc
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.checks import WIDE_DTYPES, expect, rows_2d
+
+RANK = 512
+ROPES = (0, 64)
+MAX_HEADS = 128
+MAX_BATCH = 4096
+CHUNK = 16  # tokens a slot of the load ring holds
+ROW_PITCH = 592  # bytes a row takes in shared memory
+SHARED_LIMIT = 227 << 10  # bytes a block may have on Hopper
+MAX_CTAS = 384
+TICKET_BYTES = 4 * MAX_CTAS * 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel and how it is launched; `macros` are the file's own."""
+
+    file: str
+    entry: str
+    columns: int  # query columns (heads x query tokens) an item holds
+    threads: int
+    macros: tuple[tuple[str, int], ...]
+    fixed_shared: int  # bytes of shared memory beside the ring and the schedule
+    ctas_per_sm: int = 1
+    min_span: int = 8  # chunks of CHUNK tokens that a CTA takes at least
+    overhead: int = 2  # what starting and ending an item costs, in chunks
+    slack: int = 4  # chunks that a CTA may have more so that it has one item only
+    ring_step: int = 1  # the ring's slots are a multiple of this
+    max_ring: int = 1024
+
+    def source(self, rope: int, is_e5m2: bool, is_half: bool, **flags: bool) -> nvrtc.Source:
+        """`flags`: multi, cap, paged, index64, off where not named."""
+        given = {"NH": self.columns, "ROPE": rope, "E5M2": is_e5m2, "HALF": is_half}
+        given |= {name.upper(): flags.get(name, False) for name in ("multi", "cap", "paged", "index64")}
+        given["FIXED_SHARED"] = self.fixed_shared
+        return nvrtc.Source(self.file, self.entry, nvrtc.defines(given) + self.macros)
+
+    def layout(self, batch: int) -> tuple[int, int]:
+        """Slots of the ring and bytes of dynamic shared memory for this batch."""
+        schedule = 4 * (3 * max(batch + 1, 32) + 1)
+        per_slot = CHUNK * ROW_PITCH + 20
+        budget = SHARED_LIMIT // self.ctas_per_sm - (1024 if self.ctas_per_sm > 1 else 0)
+        slots = min((budget - self.fixed_shared - schedule) // per_slot, self.max_ring, 64)
+        slots -= slots % self.ring_step
+        return slots, self.fixed_shared + slots * per_slot + schedule
+
+
+def few_heads(
+    columns: int,
+    group: int,
+    groups: int,
+    *,
+    rounds: int = 1,
+    ctas_per_sm: int = 1,
+    registers: int = 0,
+    producer_registers: int = 0,
+    producers: int = 4,
+    probe: int = 0,
+    trace: int = 0,
+    min_span: int = 8,
+    overhead: int = 2,
+) -> Variant:
+    """mla_few_heads.cu: `groups` groups of `group` warps, each group on its own chunk of tokens."""
+    n, warps = columns // 8, group * groups
+    tiles = RANK // 16 * n // rounds
+    shared = 16 * groups * 2 * group * n * 32  # exchange
+    shared += 16 * groups * tiles * 32  # merge
+    shared += (RANK + max(ROPES)) * columns * 2  # q
+    shared += 8 * groups * columns + 8 * 20 * columns + 4 * columns  # ml, table, down
+    shared += 4 * 40 + 16  # scratch, flag
+    macros = {
+        "G": group,
+        "NG": groups,
+        "MERGE_ROUNDS": rounds,
+        "MIN_CTAS": ctas_per_sm,
+        "REGISTERS": registers,
+        "PRODUCER_REGISTERS": producer_registers,
+        "PRODUCERS": producers,
+        "PROBE": probe,
+        "TRACE": trace,
+    }
+    return Variant(
+        "mla_few_heads.cu",
+        "mla_few_heads",
+        columns,
+        32 * (warps + producers),
+        nvrtc.defines(macros),
+        -(-shared // 128) * 128,
+        ctas_per_sm,
+        min_span,
+        overhead,
+        4,
+        math.lcm(groups, producers // 2),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`struct Params` of mla_common.cuh."""
+
+    _fields_ = (
+        [(n, ctypes.c_void_p) for n in ("q_nope", "q_pe", "rows", "table", "bounds", "q_indptr", "out")]
+        + [(n, ctypes.c_void_p) for n in ("lse", "partial", "ml", "tickets")]
+        + [(n, ctypes.c_int64) for n in ("table_stride", "qn_token", "qn_head", "qp_token", "qp_head")]
+        + [(n, ctypes.c_int64) for n in ("out_token", "out_head")]
+        + [(n, ctypes.c_int) for n in ("row_stride", "num_slots", "bs", "heads", "tokens", "page_size")]
+        + [(n, ctypes.c_int) for n in ("causal", "num_ring", "overhead", "slack", "min_span")]
+        + [(n, ctypes.c_float) for n in ("scale", "cap_log2", "lse_factor", "v_scale")]
+    )
+
+
+def choose(columns: int) -> Variant:
+    """The measured best variant for this many query columns (heads x query tokens) a request."""
+    if columns <= 8:
+        return few_heads(8, 2, 4)
+    return few_heads(16, 4, 2)
+
+
+@cache
+def _sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _why_not_device(device: int) -> str | None:
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"compute capability {major}.{minor}, the kernel is for 9.0"
+    try:
+        nvrtc.library()
+    except nvrtc.CompileError as e:
+        return str(e)
+    return None
+
+
+def supports(
+    q_nope: torch.Tensor, q_pe: torch.Tensor | None, rows: torch.Tensor, active: ActiveSlots
+) -> str | None:
+    """Why this kernel does not take such a call; None where it does. Reads shapes only, never the device."""
+    if rows.device.type != "cuda":
+        return f"rows are on {rows.device}, the kernel is for CUDA"
+    if reason := _why_not_device(rows.device.index):
+        return reason
+    heads, rank = q_nope.shape[-2:]
+    rope = 0 if q_pe is None else q_pe.shape[-1]
+    if rank != RANK or rope not in ROPES:
+        return (
+            f"kv_lora_rank {rank} and rope {rope}, the kernel has {RANK} and {' or '.join(map(str, ROPES))}"
+        )
+    if heads > MAX_HEADS:
+        return f"{heads} heads, at most {MAX_HEADS}"
+    if active.batch > MAX_BATCH:
+        return f"batch {active.batch}, at most {MAX_BATCH}"
+    if rows.data_ptr() % 16 or rows.stride(0) % 16 or rows.stride(0) >= 2**31:
+        return "rows that do not start at multiples of 16 bytes"
+    for name, q in (("q_nope", q_nope), ("q_pe", q_pe)):
+        if q is not None and (q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4):
+            return f"{name} rows that do not start at multiples of 8 bytes"
+    return None
+
+
+def workspace_bytes(device: torch.device, columns: int, variant: Variant | None = None) -> int:
+    """Bytes of scratch that a call with this many query columns a request takes on `device`."""
+    variant = variant or choose(columns)
+    ctas = _sms(device.index) * variant.ctas_per_sm
+    return TICKET_BYTES + 2 * ctas * variant.columns * (8 + RANK * 4)
+
+
+def new_workspace(device: torch.device, columns: int, variant: Variant | None = None) -> torch.Tensor:
+    """Scratch, uint8. Its first bytes are tickets: zero before the first call, and each call leaves them zero.
+
+    One workspace serves calls that follow each other on a stream; streams that run at once need their own.
+    """
+    return torch.zeros(workspace_bytes(device, columns, variant), dtype=torch.uint8, device=device)
+
+
+def mla_decode(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor | None,
+    rows: torch.Tensor,
+    active: ActiveSlots,
+    *,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    q_indptr: torch.Tensor | None = None,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    lse_base2: bool = False,
+    workspace: torch.Tensor | None = None,
+    variant: Variant | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Absorbed MLA decode over FP8 rows on Hopper; equals `reference.mla_attention`.
+
+    q_nope [tokens, heads, 512] and q_pe [tokens, heads, 64] (or None), BF16 or FP16, strides free but the last;
+    rows [slots, 576 (512)] float8_e4m3fn or float8_e5m2, row stride free; `q_indptr` int32 [bs + 1] bounds each
+    request's query tokens (None: one each), causal among themselves. Writes `out` [tokens, heads, 512] of Q's
+    dtype and, where given, `lse` float32 [tokens, heads]: natural logarithm, base 2 with `lse_base2`.
+    A token that sees nothing: out 0, lse -inf. Raises BadInput naming the argument that is wrong.
+    """
+    pool = rows_2d("rows", rows)
+    device = pool.device
+    expect("q_nope", q_nope, "[tokens, heads, 512]", dims=3, dtypes=WIDE_DTYPES, device=device)
+    tokens, heads, _ = q_nope.shape
+    if q_pe is not None:
+        expect(
+            "q_pe",
+            q_pe,
+            f"[{tokens}, {heads}, 64]",
+            dtypes=(q_nope.dtype,),
+            device=device,
+            sizes=(tokens, heads, None),
+        )
+    if reason := supports(q_nope, q_pe, pool, active):
+        raise BadInput(f"mla_decode on Hopper: {reason}")
+    width = RANK + (0 if q_pe is None else q_pe.shape[2])
+    expect("rows", pool, f"[slots, {width}]", sizes=(None, width))
+    if q_indptr is None:
+        if tokens != active.batch:
+            raise BadInput(f"q_nope: expected one token a request, {active.batch} of them, got {tokens}")
+    else:
+        shape = f"[{active.batch + 1}]"
+        expect("q_indptr", q_indptr, shape, dtypes=(torch.int32,), device=device, sizes=(active.batch + 1,))
+    if active.device != device:
+        raise BadInput(f"active: on {active.device}, rows are on {device}")
+    if out is None:
+        out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=device)
+    else:
+        shape = f"[{tokens}, {heads}, {RANK}] as q_nope"
+        expect("out", out, shape, dtypes=(q_nope.dtype,), device=device, sizes=(tokens, heads, RANK))
+        if out.data_ptr() % 4 or out.stride(0) % 2 or out.stride(1) % 2:
+            raise BadInput("out: expected rows that start at multiples of 4 bytes")
+    if lse is not None:
+        expect(
+            "lse", lse, f"[{tokens}, {heads}]", dtypes=(torch.float32,), device=device, sizes=(tokens, heads)
+        )
+        if not lse.is_contiguous():
+            raise BadInput(f"lse: expected a contiguous [{tokens}, {heads}], got strides {lse.stride()}")
+    if not tokens or not heads:
+        return out, lse
+
+    columns = heads * (1 if q_indptr is None else max(1, tokens // max(1, active.batch)))
+    variant = variant or choose(columns)
+    if workspace is None:
+        workspace = _own_workspace(device, columns, variant)
+    elif workspace.numel() * workspace.element_size() < workspace_bytes(device, columns, variant):
+        need = workspace_bytes(device, columns, variant)
+        raise BadInput(f"workspace: expected at least {need} bytes, got {workspace.numel()}")
+
+    ctas = _sms(device.index) * variant.ctas_per_sm
+    ring, shared = variant.layout(active.batch)
+    base = workspace.data_ptr()
+    ml = base + TICKET_BYTES
+    scale = sm_scale * k_scale
+    params = _Params(
+        q_nope=q_nope.data_ptr(),
+        q_pe=None if q_pe is None else q_pe.data_ptr(),
+        rows=pool.data_ptr(),
+        table=active.table.data_ptr(),
+        bounds=active.bounds.data_ptr(),
+        q_indptr=None if q_indptr is None else q_indptr.data_ptr(),
+        out=out.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(),
+        partial=ml + 2 * ctas * variant.columns * 8,
+        ml=ml,
+        tickets=base,
+        row_stride=pool.stride(0),
+        table_stride=active.table.stride(0),
+        qn_token=q_nope.stride(0),
+        qn_head=q_nope.stride(1),
+        qp_token=0 if q_pe is None else q_pe.stride(0),
+        qp_head=0 if q_pe is None else q_pe.stride(1),
+        out_token=out.stride(0),
+        out_head=out.stride(1),
+        num_slots=min(pool.shape[0], 2**31 - 1),
+        bs=active.batch,
+        heads=heads,
+        tokens=tokens,
+        page_size=active.page_size,
+        causal=causal and q_indptr is not None,
+        num_ring=ring,
+        overhead=variant.overhead,
+        slack=variant.slack,
+        min_span=variant.min_span,
+        scale=scale / logit_cap if logit_cap > 0 else scale / math.log(2),
+        cap_log2=logit_cap / math.log(2) if logit_cap > 0 else 0.0,
+        lse_factor=1.0 if lse_base2 else math.log(2),
+        v_scale=k_scale,
+    )
+    with torch.cuda.device(device):
+        source = variant.source(
+            width - RANK,
+            pool.dtype == torch.float8_e5m2,
+            q_nope.dtype == torch.float16,
+            multi=q_indptr is not None or heads > variant.columns,
+            cap=logit_cap > 0,
+            paged=active.is_paged,
+            index64=active.table.dtype == torch.int64,
+        )
+        kernel = nvrtc.load(source, device.index)
+        kernel.launch(ctas, variant.threads, shared, torch.cuda.current_stream(device).cuda_stream, params)
+    return out, lse
+
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _own_workspace(device: torch.device, columns: int, variant: Variant) -> torch.Tensor:
+    """This stream's workspace; a capture that finds none gets one of the graph's own memory."""
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    found = _workspaces.get(key)
+    if found is not None and found.numel() >= workspace_bytes(device, columns, variant):
+        return found
+    fresh = new_workspace(device, columns, variant)
+    if not torch.cuda.is_current_stream_capturing():
+        _workspaces[key] = fresh
+    return fresh
