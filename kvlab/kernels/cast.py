@@ -66,10 +66,10 @@ def _chip(device: torch.device) -> tuple[int, int]:
 
 
 def tuning(device: torch.device, *, paged: bool) -> Tuning:
-    """The cut that sweeps on an H200 found best (data/recorded/h200-cast); a small one in the interpreter.
-
     """The cut that sweeps on an H200 found best (data/recorded/h200-cast); small in the interpreter.
-    takes registers, so it gets narrower tiles.
+
+    The grid is what fits an SM at once: with one program more, the last ones run alone. A page table's
+    arithmetic takes registers, so it gets narrower tiles.
     """
     capability, _ = _chip(device)
     if not capability:
