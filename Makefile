@@ -44,6 +44,12 @@ test-sglang-sources:
 	.venv-sglang-0.5.23/bin/python tests/sglang/fetch_sources.py
 	.venv-sglang-0.5.23/bin/python -m pytest tests/sglang -m sources $(PYTEST_ARGS)
 
+# Rules and the releases that they were read from: wheels are downloaded once into .cache.
+.PHONY: test-sources
+test-sources: env ## the rules of kvlab.backends against the real flashinfer and SGLang sources
+	$(BIN)/python -m pytest tests/sources $(PYTEST_ARGS)
+test-sglang: test-sources
+
 serve: book ## the built book on a loopback port, http://127.0.0.1:$(PORT)/
 	$(BIN)/python -m kvlab book serve --port $(PORT)
 

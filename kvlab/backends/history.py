@@ -77,7 +77,7 @@ def _nope(r: Rules) -> State:
 def _block_num(r: Rules) -> State:
     rule = r["block_num"]
     return (
-        ("only for callers that ask", "open", r.evidence(rule))
+        ("multiple of 128 tokens, unless waived", "open", r.evidence(rule))
         if rule["optional"]
         else ("multiple of 128 tokens", "refuses", r.evidence(rule))
     )
