@@ -241,6 +241,8 @@ def _text(value: Any) -> str | None:
 
 
 def _id(value: Any) -> int | str:
+    if value is None:
+        return -1
     return value if isinstance(value, (int, str)) and not isinstance(value, bool) else str(value)
 
 
