@@ -65,8 +65,8 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     """At least one stream works; busy_ms counts streams that work at once twice."""
     idle_ms: float | None
     host_ms: float | None
-    """From the first launch of a step to the end of its last, less what waits for the GPU; as slow as the
-    profiler makes the host. None without host events."""
+    """Without CUDA graphs, from the first launch of a step to the end of its last, less what waits for the GPU;
+    as slow as the profiler makes the host. None with graphs (a replay is one launch) or without host events."""
     categories: dict[str, Category]
     kernels: list[Kernel]
     unclassified: list[str]
@@ -158,7 +158,7 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
         cast = diagnose.kv_cast(
             trace, rank, decode, busy_us=busy, exposed_share=min(exposed, 1.0), bandwidth=speed
         )
-    host = _host_ms(trace.names, rank, steps)
+    host = None if graphs else _host_ms(trace.names, rank, steps)
     predicted, basis = _predicted(step_ms, cast, host)
     other: Counter[str] = Counter(s.phase for s in steps.steps if s not in decode)
     notes = list(trace.notes)

@@ -27,6 +27,8 @@ _MODES = {
     "MIXED": PREFILL,
     "SPLIT_PREFILL": PREFILL,
 }
+# Fewer kernels between two that recur are a loop inside a step, not a step.
+_LEAST_KERNELS = 8
 # A graph replay of a whole model has hundreds of nodes; below this many kernels it is a helper's.
 _GRAPH_KERNELS = 8
 _REPLAYS = "CUDA graph replays"
@@ -194,7 +196,7 @@ def _recurring(rank: Rank) -> list[Anchor]:
         first = kernels.name[at[0]]
         where = [i for i in at if kernels.name[i] == first]
         gaps = [b - a for a, b in pairwise(where)]
-        if max(gaps) - min(gaps) <= 0.1 * max(gaps):
+        if min(gaps) >= _LEAST_KERNELS and max(gaps) - min(gaps) <= 0.1 * max(gaps):
             return [(kernels.start[i], "", None) for i in where]
     return []
 
@@ -211,8 +213,9 @@ def _cut(
     bounds = [bisect_left(kernels.start, a[0]) for a in anchors] + [len(kernels)]
     if not any(name in attention for name in kernels.name[: bounds[0]]):
         bounds[0] = 0  # what prepares the first step, not another one
-    steps = []
-    for (_, label, end), lo, hi in zip(anchors, bounds, bounds[1:], strict=False):
+    steps: list[Step] = []
+    before = 0.0
+    for (at, label, end), lo, hi in zip(anchors, bounds, bounds[1:], strict=False):
         if lo >= hi:
             continue
         mine = [(a, b) for a, b, _ in graphs if kernels.start[lo] <= a <= kernels.start[hi - 1]]
@@ -223,10 +226,10 @@ def _cut(
             past = bisect_left(kernels.start, end, lo, hi)
             if any(name in attention for name in kernels.name[past:hi]):
                 hi = past
+        if steps and steps[-1].hi == lo:
+            steps[-1].period = at - before
         steps.append(_step(trace, rank, lo, hi, label, mine, attention))
-    for a, b in pairwise(steps):
-        if a.hi == b.lo:
-            a.period = b.start - a.start
+        before = at
     return Steps(steps, how, len(kernels) - sum(s.hi - s.lo for s in steps))
 
 

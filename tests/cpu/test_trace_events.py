@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -29,7 +30,7 @@ def collect(pieces):
 
 def cut(text, places):
     at = [0, *sorted({p % (len(text) + 1) for p in places}), len(text)]
-    return [text[a:b] for a, b in zip(at, at[1:], strict=False) if a < b]
+    return [text[a:b] for a, b in pairwise(at) if a < b]
 
 
 def plain(event):
