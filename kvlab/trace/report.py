@@ -65,8 +65,8 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     """At least one stream works; busy_ms counts streams that work at once twice."""
     idle_ms: float | None
     host_ms: float | None
-    """Without CUDA graphs, from the first launch of a step to the end of its last, less what waits for the GPU;
-    as slow as the profiler makes the host. None with graphs (a replay is one launch) or without host events."""
+    """Without CUDA graphs, from the first launch of a step to the end of its last, less what waits for the
+    GPU; as slow as the profiler makes the host. None with graphs (one launch) or without host events."""
     categories: dict[str, Category]
     kernels: list[Kernel]
     unclassified: list[str]

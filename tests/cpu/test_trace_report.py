@@ -1,4 +1,4 @@
-"""The recorded H200 step explained, and the same step as other profilers and servers would have written it."""
+"""The recorded H200 step explained, and the same step as other profilers would have written it."""
 
 import copy
 import gzip
