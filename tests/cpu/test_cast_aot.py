@@ -78,7 +78,7 @@ def map_specs(batch: int) -> list[Spec]:
 def compiled() -> dict[tuple[str, int], Resources]:
     every = [
         cast_spec("shadow", fmt=f, wide=w, native=n)
-        for f, w, n in itertools.product(("e4m3", "e5m2"), ("bf16", "fp16"), (True, False))
+        for (f, w), n in itertools.product((("e4m3", "bf16"), ("e5m2", "fp16")), (True, False))
     ]
     every += [cast_spec("paged", native=n, LANES=256, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
     every += [cast_spec("gather", native=n, COMPACT=True, FILLED=True, PAGE_SIZE=64) for n in (True, False)]
