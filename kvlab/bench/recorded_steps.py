@@ -58,3 +58,15 @@ def step(path: Path, strategy: str, *, context: int = 100, cuda_graphs: bool = T
             f"{path}: {len(rows)} rows for {strategy}, context {context}, CUDA graphs {cuda_graphs}"
         )
     return rows[0].step_ms
+
+
+def logged_gb(path: Path, tokens: int) -> float:
+    """What SGLang's log called the KV size of a pool of `tokens`, as the README quotes it. Raises BadInput."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as e:
+        raise BadInput(f"{path}: {e.strerror or e}; expected the README of a recorded run") from None
+    found = re.findall(rf"`#tokens: {tokens}, KV size: ([\d.]+) GB`", text)
+    if len(found) != 1:
+        raise BadInput(f"{path}: {len(found)} log lines for a pool of {tokens} tokens")
+    return float(found[0])

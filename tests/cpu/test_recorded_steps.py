@@ -41,6 +41,13 @@ def test_another_table_is_refused(edit, says, tmp_path):
         recorded_steps.read(path)
 
 
+def test_logged_sizes_are_read():
+    assert recorded_steps.logged_gb(README, 495_552) == 20.74
+    assert recorded_steps.logged_gb(README, 65_536) == 5.48
+    with pytest.raises(BadInput, match="0 log lines for a pool of 7 tokens"):
+        recorded_steps.logged_gb(README, 7)
+
+
 def test_missing_row_and_file_are_named(tmp_path):
     with pytest.raises(BadInput, match="0 rows for stock, context 7"):
         recorded_steps.step(README, "stock", context=7)
