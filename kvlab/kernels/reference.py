@@ -1,9 +1,10 @@
 """What must every kernel equal? Plain torch on raw FP8 rows; clear rather than fast, on any device.
 
 Rows are what SGLang's MLA pool holds, written by `.to(fp8)` and unscaled: [slots, kv_lora_rank +
-qk_rope_head_dim], latent first, rope behind. How stock treats `k_scale` (read in SGLang 0.5.15.post1):
-flashinfer_mla never reads it, and fa3 takes it for head dims up to 256 only, which the absorbed 576 is not.
-So 1.0 is stock. Another value scales K and V both, as rows that were divided by it when written would need.
+qk_rope_head_dim], latent first, rope behind. How stock treats `k_scale` (read in SGLang 0.5.8 to 0.5.23): the
+MLA pool's write and flashinfer_mla never read it, and fa3 takes it for head dims up to 256 only, which the
+absorbed 576 is not. So 1.0 is stock. Another value scales K and V both, as rows that were divided by it when
+written would need.
 """
 
 import math

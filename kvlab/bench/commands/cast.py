@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kvlab.bench.cast import CastRun
+    from rich.table import Table
+
+    from kvlab.bench.results import CastRun
 
 
 def register(bench: typer.Typer) -> None:
@@ -58,10 +60,6 @@ def _measure(pool: int, layers: int, kv_dtype: str, dtype: str, sweep: bool) -> 
 
 def _show(run: "CastRun") -> None:
     from rich.console import Console
-    from rich.table import Table
-
-    def number(value: float | None, digits: int = 1) -> str:
-        return "wrong" if value is None else f"{value:,.{digits}f}"
 
     out = Console(width=110)
     out.print(
@@ -70,27 +68,30 @@ def _show(run: "CastRun") -> None:
     )
     for c in run.copies:
         out.print(f"  {c.name}: {c.bytes / 1e6:,.1f} MB in {c.us:,.1f} us = {c.tb_s:.2f} TB/s")
-    table = Table(title="us a layer (L2 flushed; warm in brackets)")
-    for column in ("slots", "order", "limit", "what", "us", "warm", "TB/s", "x of stock"):
-        table.add_column(column, justify="left" if column in ("order", "what") else "right")
-    for shape in run.shapes:
-        stock = shape.results["stock"].cold_us
-        for name, t in shape.results.items():
-            ratio = number(t.cold_us / stock, 4) if t.cold_us and stock else ""
-            bandwidth = "" if t.tb_s is None else number(t.tb_s, 2)
-            warm = number(t.warm_us, 2) if t.warm_us or not t.exact else ""
-            table.add_row(
-                f"{shape.slots:,}",
-                shape.order,
-                number(shape.limit_us, 2),
-                name,
-                number(t.cold_us, 2),
-                warm,
-                bandwidth,
-                ratio,
-            )
-    out.print(table)
+    out.print(table(run))
     for m in run.maps:
         out.print(f"  slot_map, once a step: {m.tokens:,} tokens, {m.distinct:,} distinct: {m.us:.1f} us")
     for r in run.replays:
         out.print(f"  one graph replayed with {r.tokens:,} tokens: {r.us:.2f} us a layer")
+
+
+def table(run: "CastRun") -> "Table":
+    """One row a shape and way; a result that was wrong has no time."""
+    from rich.table import Table
+
+    found = Table(title="us a layer, L2 flushed and warm; TB/s of the bytes that must move")
+    for column in ("slots", "order", "limit", "what", "flushed", "warm", "TB/s", "x of stock"):
+        found.add_column(column, justify="left" if column in ("order", "what") else "right")
+    for shape in run.shapes:
+        stock = shape.results["stock"].cold_us
+        for name, t in shape.results.items():
+            shown = [_number(t.cold_us, 2, t.exact), _number(t.warm_us, 2, t.exact)]
+            shown += [_number(t.tb_s, 2), _number(t.cold_us / stock if t.cold_us and stock else None, 4)]
+            found.add_row(f"{shape.slots:,}", shape.order, _number(shape.limit_us, 2), name, *shown)
+    return found
+
+
+def _number(value: float | None, digits: int, exact: bool = True) -> str:
+    if not exact:
+        return "wrong"
+    return "" if value is None else f"{value:,.{digits}f}"
