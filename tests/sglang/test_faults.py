@@ -1,0 +1,230 @@
+"""Faults injected into a patched SGLang: no wrong value, no lost call, one line each."""
+
+import contextlib
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from rig.world import ForwardMode, World, fa3, flashinfer_mla
+
+from kvlab import patch
+from kvlab.patch import casts, hooks, selfcheck, sites, write
+from kvlab.patch.scratch import Scratch
+from kvlab.patch.strategies.fused import Fused
+
+LENGTHS = [5, 17, 9]
+CLASSES = (flashinfer_mla.FlashInferMLAAttnBackend, fa3.FlashAttentionBackend)
+
+
+@pytest.fixture
+def its():
+    world = World("flashinfer_mla", max_bs=4).fill()
+    for request, n in enumerate(LENGTHS):
+        world.allot(request, n)
+    return world
+
+
+def steps(world, strategy, number=2):
+    """`number` steps of all layers; every output is compared with stock's on the same rows."""
+    batch = world.batch(ForwardMode.DECODE, LENGTHS)
+    world.plan(batch)
+    with patch.applied(strategy):
+        for _ in range(number):
+            tensors = world.tensors(batch)
+            for layer in range(world.shape.layers):
+                got = world.attend(batch, "decode", tensors, layer)
+                with world.unpatched():
+                    want = world.attend(batch, "decode", tensors, layer)
+                assert torch.equal(want.view(torch.int16), got.view(torch.int16))
+        return patch.status()
+
+
+def lines(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "kvlab.patch" and r.levelno >= logging.WARNING]
+
+
+def raising(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+def serving(monkeypatch, owner, name, value):
+    """`owner.name` is `value` once the self-check has passed."""
+    monkeypatch.setattr(selfcheck, "check", lambda strategy, facts: None)
+    monkeypatch.setattr(owner, name, value)
+
+
+def test_a_kernel_that_raises_while_serving(its, monkeypatch, caplog):
+    serving(monkeypatch, casts, "shadow", raising(RuntimeError("illegal instruction")))
+    status = steps(its, "shadow")
+    # The call that failed was stock's; the next ones are another exact strategy's.
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"gather": 3, "stock": 1}}
+    assert status["counters"]["fallbacks"] == {"shadow failed": 1}
+    assert len(lines(caplog)) == 1
+    assert "RuntimeError: illegal instruction" in lines(caplog)[0]
+
+
+def test_every_strategy_broken_is_stock(its, monkeypatch, caplog):
+    serving(monkeypatch, casts, "shadow", raising(RuntimeError("a")))
+    monkeypatch.setattr(casts, "slot_map", raising(RuntimeError("b")))
+    status = steps(its, "exact" if its.slots > 4000 else "shadow", number=3)
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"stock": 6}}
+    assert len(lines(caplog)) == 2
+
+
+def test_a_kernel_that_does_not_compile_is_never_taken(its, monkeypatch, caplog):
+    monkeypatch.setattr(casts, "shadow", raising(RuntimeError("ptxas fatal")))
+    status = steps(its, "shadow")
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"gather": 4}}
+    assert status["counters"]["fallbacks"] == {}
+    assert "self-check failed" in status["chosen"]["flashinfer_mla.decode"]["reason"]
+    assert len(lines(caplog)) == 1
+    assert "ptxas fatal" in lines(caplog)[0]
+
+
+def test_a_kernel_that_is_wrong_in_one_bit_is_never_taken(its, monkeypatch, caplog):
+    right = casts.shadow
+
+    def one_bit_off(rows, out, active):
+        right(rows, out, active)
+        if rows.shape[0] == 256:
+            out.view(torch.int16)[2, 0, 7] ^= 1
+        return out
+
+    monkeypatch.setattr(casts, "shadow", one_bit_off)
+    status = steps(its, "shadow")
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"gather": 4}}
+    assert "1 of 12288 values differ from the stock cast" in lines(caplog)[0]
+
+
+def test_no_memory_for_scratch(its, monkeypatch, caplog):
+    serving(monkeypatch, Scratch, "rows", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    status = steps(its, "shadow")
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"stock": 4}}
+    assert status["counters"]["fallbacks"] == {"out of memory for scratch": 2}
+    assert len(lines(caplog)) == 2
+
+
+def test_a_fused_kernel_that_raises_serves_the_call_all_the_same(its, monkeypatch, caplog):
+    serving(monkeypatch, Fused, "_attend", raising(RuntimeError("launch failed")))
+    status = steps(its, "fused")
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"shadow": 3, "stock": 1}}
+    assert len(lines(caplog)) == 1
+
+
+def test_a_kv_write_that_raises_or_is_wrong(its, monkeypatch, caplog):
+    pool = [b.clone() for b in its.pool.kv_buffer]
+    monkeypatch.setattr(write, "write", raising(RuntimeError("no")))
+    status = steps(its, "shadow")
+    assert status["counters"]["kv_writes"] == {"stock": 4}
+    assert len(lines(caplog)) == 1
+    assert any(not torch.equal(a, b) for a, b in zip(pool, its.pool.kv_buffer, strict=True))
+    caplog.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(write, "quantise", lambda buffer, *rest: buffer.fill_(0))
+    assert steps(its, "shadow")["counters"]["kv_writes"] == {"stock": 4}
+    assert len(lines(caplog)) == 1
+    assert "bytes differ from the stock write" in lines(caplog)[0]
+
+
+def originals():
+    return [vars(c)[m] for c in CLASSES for m in ("__init__", "forward_decode", "forward_extend")]
+
+
+def test_half_a_patch_is_none(monkeypatch):
+    before = originals()
+    real = hooks._patch_module
+
+    def second_fails(runtime, module, *args):
+        if module is fa3:
+            raise RuntimeError("half way")
+        real(runtime, module, *args)
+
+    monkeypatch.setattr(hooks, "_patch_module", second_fails)
+    with pytest.raises(RuntimeError, match="half way"):
+        patch.apply("exact")
+    assert originals() == before
+    assert patch.status()["strategy"] == "off"
+    monkeypatch.undo()
+    with patch.applied("exact"):
+        assert originals() != before
+    assert originals() == before
+
+
+def test_remove_between_two_layers_and_inside_a_call(its, monkeypatch):
+    batch = its.batch(ForwardMode.DECODE, LENGTHS)
+    its.plan(batch)
+    tensors = its.tensors(batch)
+    with its.unpatched():
+        want = [its.attend(batch, "decode", tensors, n) for n in range(2)]
+    patch.apply("shadow")
+    got = [its.attend(batch, "decode", tensors, 0)]
+    patch.remove()
+    got.append(its.attend(batch, "decode", tensors, 1))
+    assert all(map(torch.equal, want, got))
+
+    real = casts.shadow
+
+    def remove_meanwhile(rows, out, active):
+        patch.remove()
+        return real(rows, out, active)
+
+    patch.apply("shadow")
+    its.attend(batch, "decode", tensors, 0)
+    monkeypatch.setattr(casts, "shadow", remove_meanwhile)
+    assert torch.equal(its.attend(batch, "decode", tensors, 0), want[0])
+    assert patch.status()["strategy"] == "off"
+    assert its.pool is (batch.token_to_kv_pool if hasattr(batch, "token_to_kv_pool") else its.backend.token_to_kv_pool)
+
+
+def unknown_release(monkeypatch, edit):
+    """The installed sources as another release might have them."""
+    real = Path.read_text
+
+    def read_text(self, *args, **kwargs):
+        text = real(self, *args, **kwargs)
+        return edit(text) if self.name == "flashinfer_mla_backend.py" else text
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+EDITS = {
+    "already fixed": (lambda t: t.replace(".to(", ".view("), "casts no pool: already fixed"),
+    "another pool": (lambda t: t.replace("token_to_kv_pool.get_key_buffer", "kv.get_key_buffer"), "the pool is held by"),
+    "another signature": (lambda t: t.replace("        layer: RadixAttention,", "        lay: RadixAttention,"), "does not begin with"),
+    "no class": (lambda t: t.replace("class FlashInferMLAAttnBackend", "class Other"), "has no class"),
+    "metadata": (lambda t: t.replace("decode_wrapper", "dec_wr").replace("prefill_wrapper", "pre_wr"), "does not read"),
+    "not Python": (lambda t: t + "\n)", "does not parse"),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_unrecognised_code_is_left_alone_and_strict_refuses(case, monkeypatch):
+    edit, reason = EDITS[case]
+    unknown_release(monkeypatch, edit)
+    before = [vars(CLASSES[0])[m] for m in ("forward_decode", "forward_extend")]
+    with patch.applied("exact") as status:
+        states = {s["site"]: s for s in status["sites"]}
+        for kind in ("decode", "extend"):
+            assert states[f"flashinfer_mla.{kind}"]["state"] == "left alone"
+            assert reason in states[f"flashinfer_mla.{kind}"]["reason"]
+            assert states[f"fa3.{kind}"]["state"] == "patched"
+        assert [vars(CLASSES[0])[m] for m in ("forward_decode", "forward_extend")] == before
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    with pytest.raises(SystemExit) as refused:
+        patch.apply("exact")
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert patch.status()["strategy"] == "off"
+
+
+def test_strict_refuses_a_backend_that_would_be_served_by_stock(monkeypatch):
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    monkeypatch.setattr(selfcheck, "check", lambda strategy, facts: "wrong")
+    with patch.applied("exact"), pytest.raises(SystemExit, match="nothing is patched"):
+        World("flashinfer_mla", slots=8192)
+    with patch.applied("exact"), contextlib.suppress(SystemExit):
+        World("flashinfer_mla", torch.bfloat16, slots=8192)
