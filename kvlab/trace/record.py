@@ -255,6 +255,8 @@ def _server_info(url: str) -> dict[str, Any]:
                 info = json.load(reply)
         except (OSError, ValueError) as e:
             error = e
+            if isinstance(e, urllib.error.HTTPError):
+                e.close()
             continue
         return {k: info[k] for k in _ARGS if isinstance(info, dict) and info.get(k) is not None}
     if isinstance(error, urllib.error.HTTPError):
@@ -280,7 +282,8 @@ def _post(url: str, body: dict[str, Any] | None, timeout: float) -> bytes:
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             return reply.read()
     except urllib.error.HTTPError as e:
-        text = e.read(500).decode("utf-8", "replace").strip()
+        with e:
+            text = e.read(500).decode("utf-8", "replace").strip()
         raise BadInput(f"{url}: HTTP {e.code}: {text or e.reason}") from None
     except TimeoutError:
         raise BadInput(

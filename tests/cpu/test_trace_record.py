@@ -1,0 +1,251 @@
+"""Recording from a real HTTP server that stands in for SGLang's endpoints, and around a stand-in benchmark.
+
+What they answer is what SGLang 0.5.15.post1's http_server and one_batch do; neither is SGLang.
+"""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvlab.cli import main
+from kvlab.data import recorded
+from kvlab.trace import read, report
+
+REAL = recorded("h200-stock") / "decode.trace.json.gz"
+
+
+class Server(ThreadingHTTPServer):
+    """Writes a recorded trace where /start_profile says, once /generate streams."""
+
+    daemon_threads = True
+
+    def __init__(self, *, behave="well", ranks=1):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behave, self.ranks = behave, ranks
+        self.calls, self.profiles, self.prompts = [], [], []
+        self.decoding = threading.Event()
+        self.profiled = threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def reply(self, body=b"ok", code=200):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.server.calls.append(self.path)
+        if self.path == "/server_info" and self.server.behave != "old":
+            info = {
+                "version": "0.5.15.post1",
+                "attention_backend": "flashinfer",
+                "kv_cache_dtype": "fp8_e4m3",
+            }
+            self.reply(json.dumps({**info, "model_path": "/secret/place", "api_key": "k"}).encode())
+        elif self.path == "/get_server_info" and self.server.behave == "old":
+            self.reply(json.dumps({"version": "0.5.9", "attention_backend": "fa3"}).encode())
+        else:
+            self.reply(b"no such path", 404)
+
+    def do_POST(self):
+        self.server.calls.append(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/generate":
+            self.server.prompts.append(json.loads(body))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'data: {"text": "a"}\n')
+            self.wfile.flush()
+            self.server.decoding.set()
+            self.server.profiled.wait(10)
+            self.wfile.write(b"data: [DONE]\n")
+        elif self.path == "/start_profile":
+            self.server.profiles.append(json.loads(body))
+            if self.server.behave == "busy":
+                self.reply(b"Profiling is already in progress.", 400)
+                return
+            if self.server.behave == "well" or self.server.behave == "old":
+                assert self.server.decoding.wait(10)
+                self.write(Path(json.loads(body)["output_dir"]))
+            self.server.profiled.set()
+            self.reply(b"Start profiling.\n")
+        elif self.path == "/stop_profile":
+            self.reply(b"Stop profiling. This will take some time.\n")
+
+    def write(self, folder):
+        text = gzip.decompress(REAL.read_bytes())
+        place = b'"name": "/root/env/lib/python3.12/site-packages/sglang/srt'
+        text = text.replace(b'"name": "sglang/srt', place)
+        text = text.replace(b'"threading.py(', b'"/usr/lib/python3.12/threading.py(', 1)
+        for rank in range(self.server.ranks):
+            path = folder / f"1719.5-TP-{rank}.trace.json.gz"
+            packed = gzip.compress(text, 1)
+            path.write_bytes(packed[:1000])
+            threading.Thread(target=lambda p=path, b=packed: (time.sleep(0.3), p.write_bytes(b))).start()
+
+
+@pytest.fixture
+def server(request):
+    made = Server(**getattr(request, "param", {}))
+    yield made
+    made.profiled.set()
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def kvlab(capsys):
+    def run(*args):
+        with pytest.raises(SystemExit) as e:
+            main([str(a) for a in args])
+        out, err = capsys.readouterr()
+        return e.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("server", [{"ranks": 2}], indirect=True)
+def test_from_a_server(server, kvlab, tmp_path):
+    out = tmp_path / "run"
+    args = ("--url", server.url, "--out", out, "--steps", 3, "--requests", 2, "--patch", "off", "--shapes")
+    code, said, err = kvlab("trace", "record", *args)
+    assert (code, err) == (0, "")
+    names = ["decode-TP00.trace.json.gz", "decode-TP01.trace.json.gz"]
+    assert said.split() == [str(out / n) for n in names]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    assert sorted(p.name for p in out.iterdir()) == sorted(["README.md", "provenance.json", *names])
+    asked = server.profiles[0]
+    assert (asked["num_steps"], asked["activities"], asked["record_shapes"]) == (3, ["CPU", "GPU"], True)
+    assert not Path(asked["output_dir"]).exists()
+    assert len({p["text"] for p in server.prompts}) == 2
+    assert server.calls.index("/start_profile") > server.calls.index("/generate")
+    assert "/stop_profile" not in server.calls
+    assert report(read(out / names[0])).kv_cast.copies_per_step == 78
+    kept = json.loads((out / "provenance.json").read_text())
+    assert kept["server"] == {
+        "version": "0.5.15.post1",
+        "attention_backend": "flashinfer",
+        "kv_cache_dtype": "fp8_e4m3",
+    }
+    assert kept["request"]["kvlab_patch_of_server"] == "off"
+    assert kept["files"] == names
+    assert kept["provenance"]["date"]
+    text = gzip.decompress((out / names[0]).read_bytes())
+    assert b"/root/" not in text
+    assert b"/usr/" not in text
+    assert text == gzip.decompress(REAL.read_bytes())
+    assert "KVLAB_PATCH=off" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("server", [{"behave": "old"}], indirect=True)
+def test_an_older_server(server, kvlab, tmp_path):
+    code, _, err = kvlab("trace", "record", "--url", server.url, "--out", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["server"]["version"] == "0.5.9"
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [({"behave": "busy"}, "already in progress"), ({"behave": "silent"}, "wrote no trace")],
+    indirect=["server"],
+)
+def test_a_server_that_gives_no_trace(server, said, kvlab, tmp_path):
+    code, out, err = kvlab(
+        "trace", "record", "--url", server.url, "--out", tmp_path / "run", "--timeout", 0.5
+    )
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert said in err
+    assert "/stop_profile" in server.calls  # nothing left running in a server that others use
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_server_or_a_folder_that_exists(kvlab, tmp_path, server):
+    code, _, err = kvlab("trace", "record", "--url", "http://127.0.0.1:9", "--out", tmp_path / "run")
+    assert code == 2
+    assert "no SGLang server answers at http://127.0.0.1:9" in err
+    code, _, err = kvlab("trace", "record", "--url", server.url, "--out", tmp_path)
+    assert code == 2
+    assert "exists; give a new folder" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+BENCH = """
+import os, shutil, sys
+assert "--profile" in sys.argv and sys.argv[sys.argv.index("--profile-stage") + 1] == "decode", sys.argv
+if "--fail" in sys.argv:
+    sys.exit(3)
+print("Decode. median latency: 0.07765 s")
+if "--no-trace" not in sys.argv:
+    name = "profile_batch1_input100_output8_decode.trace.json.gz"
+    shutil.copy({real!r}, os.path.join(os.environ["SGLANG_TORCH_PROFILER_DIR"], name))
+"""
+
+
+@pytest.fixture
+def one_batch(tmp_path):
+    package = tmp_path / "lib" / "sglang" / "benchmark"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "one_batch.py").write_text(BENCH.format(real=str(REAL)))
+    where = tmp_path / "runs"
+    where.mkdir()
+
+    def run(*args, **env):
+        command = [sys.executable, "-m", "kvlab", "trace", "record", "--out", str(where / "run"), *args]
+        path = os.pathsep.join([str(tmp_path / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, **env}
+        )
+
+    return run, where
+
+
+def test_around_the_one_batch_benchmark(one_batch):
+    run, where = one_batch
+    done = run(
+        "--one-batch", "--model-path /models/dummy --batch-size 1 --input-len 100", KVLAB_PATCH="exact"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(where / "run" / "decode.trace.json.gz")]
+    kept = json.loads((where / "run" / "provenance.json").read_text())
+    # A baseline with kvlab installed says that it was off, whatever the shell had.
+    assert kept["provenance"]["kvlab_patch"] == "off"
+    assert kept["request"]["arguments"][:2] == ["--model-path", "dummy"]
+    assert report(read(where / "run" / "decode.trace.json.gz")).steps == 1
+
+
+@pytest.mark.parametrize(("flag", "said"), [("--fail", "exit code 3"), ("--no-trace", "wrote no trace")])
+def test_a_benchmark_that_gives_no_trace(one_batch, flag, said):
+    run, where = one_batch
+    done = run("--one-batch", flag)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr.splitlines()[-1]
+    assert list(where.iterdir()) == []
+
+
+def test_without_sglang_it_says_so(kvlab, tmp_path, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = kvlab("trace", "record", "--one-batch", "", "--out", tmp_path / "run")
+    assert code == 2
+    assert "sglang is not installed" in err
