@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvlab.trace.diff import Diff
 from kvlab.trace.report import Report, slowest, spread
@@ -123,15 +123,15 @@ def print_diff(change: Diff) -> None:
         shares = (f"{c.before_share:.1%}", f"{c.after_share:.1%}")
         table.add_row(cls, f"{c.before_ms:.3f}", f"{c.after_ms:.3f}", f"{c.delta_ms:+.3f}", *shares)
     console.print(table)
-    table = Table("kernel", "class", "before ms", "after ms", "change", "")
-    for k in change.kernels[:20]:
+    table = Table("class", "before ms", "after ms", "change", "", Column("kernel", overflow="fold"))
+    moved = [k for k in change.kernels if abs(k.delta_ms) >= 0.0005 or not (k.before_ms and k.after_ms)]
+    for k in moved[:20]:
         what = "appeared" if not k.before_launches else "vanished" if not k.after_launches else ""
         table.add_row(
-            k.short, k.category, f"{k.before_ms:.3f}", f"{k.after_ms:.3f}", f"{k.delta_ms:+.3f}", what
+            k.category, f"{k.before_ms:.3f}", f"{k.after_ms:.3f}", f"{k.delta_ms:+.3f}", what, k.short
         )
     console.print(table)
-    left = len(change.kernels) - 20
-    if left > 0:
+    if left := len(change.kernels) - len(moved[:20]):
         console.print(f"{left} kernels that changed less are in --json")
     for note in change.notes:
         console.print("note: " + note, markup=False)

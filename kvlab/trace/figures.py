@@ -26,7 +26,7 @@ COLOURS = dict(
             "#cc79a7",
             "#56b4e9",
             "#f0e442",
-            "#000075",
+            "#a6761d",
             "#8a8a8a",
             "#6a3d9a",
             "#b8b8b8",
@@ -35,6 +35,8 @@ COLOURS = dict(
     )
 )
 _INK = "#7a7a7a"
+# Less is not worth a bar in a waterfall.
+_LEAST_MS = 0.001
 
 
 def _plotly() -> Any:
@@ -203,16 +205,21 @@ def waterfall(change: Diff) -> "go.Figure":
     rows = [(cls, c.delta_ms) for cls, c in change.categories.items()]
     rows.append(("idle", change.after_idle_ms - change.before_idle_ms))
     rows.append(("overlap of streams", change.before_overlap_ms - change.after_overlap_ms))
-    # What is left is the difference of a median step to mean classes.
+    rows = [(what, d) for what, d in rows if abs(d) >= _LEAST_MS]
+    # What is left: the changes too small to draw, and a median step against mean classes.
     rest = change.delta_ms - sum(d for _, d in rows)
     if abs(rest) > 1e-6 * change.before_step_ms:
-        rows.append(("step to step", rest))
+        rows.append(("rest", rest))
     fig = go.Figure(
         go.Waterfall(
             measure=["absolute", *["relative"] * len(rows), "total"],
             x=["before", *[cls for cls, _ in rows], "after"],
             y=[change.before_step_ms, *[d for _, d in rows], change.after_step_ms],
-            text=[f"{v:+.2f}" for v in (change.before_step_ms, *[d for _, d in rows], change.after_step_ms)],
+            text=[
+                f"{change.before_step_ms:.2f}",
+                *[f"{d:+.2f}" for _, d in rows],
+                f"{change.after_step_ms:.2f}",
+            ],
             decreasing={"marker": {"color": "#009e73"}},
             increasing={"marker": {"color": "#d55e00"}},
             totals={"marker": {"color": "#0072b2"}},

@@ -2,6 +2,7 @@
 
 import html
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,10 +139,14 @@ def _summary(r: Report) -> str:
 def _findings(r: Report) -> str:
     rows = []
     for f in r.diagnosis:
-        rows.append(f"<p><b>{html.escape(f.what)}: {f.verdict}.</b> {html.escape(f.text)}</p>")
+        rows.append(f"<p><b>{html.escape(f.what)}: {f.verdict}.</b> {_code(f.text)}</p>")
         if f.do:
-            rows.append(f'<p class="do">{html.escape(f.do)}</p>')
+            rows.append(f'<p class="do">{_code(f.do)}</p>')
     return "".join(rows)
+
+
+def _code(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _kernels(r: Report) -> str:

@@ -6,7 +6,7 @@ projected them, otherwise by the first kernel launched under them.
 """
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -213,12 +213,14 @@ def _cut(
     bounds = [bisect_left(kernels.start, a[0]) for a in anchors] + [len(kernels)]
     if not any(name in attention for name in kernels.name[: bounds[0]]):
         bounds[0] = 0  # what prepares the first step, not another one
+    begins = [a for a, _, _ in graphs]
     steps: list[Step] = []
     before = 0.0
     for (at, label, end), lo, hi in zip(anchors, bounds, bounds[1:], strict=False):
         if lo >= hi:
             continue
-        mine = [(a, b) for a, b, _ in graphs if kernels.start[lo] <= a <= kernels.start[hi - 1]]
+        inside = slice(bisect_left(begins, kernels.start[lo]), bisect_right(begins, kernels.start[hi - 1]))
+        mine = [(a, b) for a, b, _ in graphs[inside]]
         if how == _REPLAYS:
             end = mine[0][1] if mine else None
         if end is not None:
