@@ -1,0 +1,81 @@
+"""What became of each claim of the source text? The ledger as a table of the book."""
+
+from collections import Counter
+from html import escape
+
+import msgspec
+
+from kvlab.book.values import claims
+from kvlab.errors import BadInput
+
+VERDICTS = ("confirmed", "corrected", "untestable here")
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """One claim: the text's own words, the verdict and why, the page that decides it, the test that pins it.
+
+    `page` is `name#place` or, for a page that the book does not have yet, its name alone.
+    """
+
+    id: str
+    quote: str
+    quantity: str
+    verdict: str
+    why: str
+    page: str
+    test: str | None = None
+    value: float | None = None
+    unit: str | None = None
+    also: dict[str, float] = {}
+
+
+def entries() -> list[Claim]:
+    """Every claim, in the ledger's order. Raises BadInput for a key or verdict that the ledger has not."""
+    found = []
+    for entry in claims().values():
+        try:
+            claim = msgspec.convert(entry, Claim, strict=True)
+        except msgspec.ValidationError as e:
+            raise BadInput(f"data/reported/claims.yml: claim {entry.get('id')!r}: {e}") from None
+        if claim.verdict not in VERDICTS:
+            raise BadInput(
+                f"data/reported/claims.yml: claim {claim.id!r}: verdict {claim.verdict!r} is none of "
+                f"{', '.join(VERDICTS)}"
+            )
+        found.append(claim)
+    return found
+
+
+def counts() -> dict[str, int]:
+    """How many claims have each verdict."""
+    found = Counter(c.verdict for c in entries())
+    return {v: found[v] for v in VERDICTS}
+
+
+def show_ledger() -> None:
+    """Display the ledger: quote, verdict and why, and links to where each claim is decided."""
+    from IPython.display import display
+
+    rows = "".join(map(_row, entries()))
+    html = (
+        '<div class="kv-scroll kv-ledger" tabindex="0" role="region" aria-label="the ledger of claims">'
+        '<table class="table"><thead><tr><th scope="col">the text</th><th scope="col">verdict</th>'
+        '<th scope="col">decided</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+    plain = "\n".join(f"{c.verdict}\t{c.quote}\t{c.page}" for c in entries())
+    display({"text/html": html, "text/plain": plain}, raw=True)
+
+
+def _row(c: Claim) -> str:
+    page, _, place = c.page.partition("#")
+    where = (
+        f'<a href="{escape(page)}.html#{escape(place)}">{escape(page)}</a>' if place else "a chapter to come"
+    )
+    test = f"<br><code>{escape(c.test.rpartition('::')[2])}</code>" if c.test else ""
+    kind = c.verdict.split()[0]
+    return (
+        f'<tr id="claim-{escape(c.id)}"><td>“{escape(c.quote)}”</td>'
+        f'<td><strong class="kv-verdict-{kind}">{escape(c.verdict)}</strong>. {escape(c.why)}</td>'
+        f"<td>{where}{test}</td></tr>"
+    )
