@@ -221,7 +221,9 @@ class Runtime:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
             self._broken[strategy] = f"failed while serving: {_one_line(error)}"
-            self.say(f"{strategy} failed ({_one_line(error)}); stock served the call, {strategy} is not used again")
+            self.say(
+                f"{strategy} failed ({_one_line(error)}); stock served the call, {strategy} is not used again"
+            )
         self.on_change(True)
 
     def write_refusal(self, state: BackendState, pool: Any, facts: Facts) -> str | None:

@@ -1,8 +1,6 @@
-"""The FP8 KV write in one launch: same bytes as stock's two or three, also above 448 and for NaN.
+"""The FP8 KV write in one launch (kvlab.kernels.kv_write): the bytes of stock's two or three.
 
-Stock casts the latent and the rope part to FP8, each a launch, and scatters both with a third. Triton's own cast to
-e4m3 saturates where torch's gives NaN, so the rounding here is torch's own, in integers
-(c10/util/Float8_e4m3fn.h, Float8_e5m2.h: `fp8e4m3fn_from_fp32_value`, `fp8e5m2_from_fp32_value`).
+Stock casts the latent and the rope part to FP8, each a launch, and scatters both with a third.
 """
 
 import os
@@ -71,6 +69,6 @@ def quantise(
         row = torch.cat([nope[: loc.numel()], rope[: loc.numel()]], dim=1)
         buffer[loc.long()] = row.to(fp8).view(torch.uint8).unsqueeze(1)
         return
-    from kvlab.patch.write_kernel import launch
+    from kvlab.kernels import kv_write
 
-    launch(buffer, loc, nope, rope, is_e5m2=fp8 == torch.float8_e5m2)
+    kv_write.write(buffer, loc, nope, rope, fp8)

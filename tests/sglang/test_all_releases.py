@@ -165,7 +165,9 @@ def test_flashinfer_keeps_the_attributes_that_the_adapter_reads(version):
     assert "self._kv_indices_buf,\n" in text
     if version.startswith("0.7"):
         assert "self._planned_backend = planned_backend" in text
-        owner = types.SimpleNamespace(_kv_indices_buf=1, _planned_backend=types.SimpleNamespace(_kv_indices_buf=1))
+        owner = types.SimpleNamespace(
+            _kv_indices_buf=1, _planned_backend=types.SimpleNamespace(_kv_indices_buf=1)
+        )
         backend = types.SimpleNamespace(forward_metadata=types.SimpleNamespace(decode_wrapper=owner))
         swap = reads.FlashInferMLA().swap(backend, "decode", 2)
         assert (owner._kv_indices_buf, owner._planned_backend._kv_indices_buf) == (2, 2)

@@ -41,7 +41,9 @@ def steps(world, strategy, number=2):
 
 
 def lines(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "kvlab.patch" and r.levelno >= logging.WARNING]
+    return [
+        r.getMessage() for r in caplog.records if r.name == "kvlab.patch" and r.levelno >= logging.WARNING
+    ]
 
 
 def raising(error):
@@ -177,7 +179,9 @@ def test_remove_between_two_layers_and_inside_a_call(its, monkeypatch):
     monkeypatch.setattr(casts, "shadow", remove_meanwhile)
     assert torch.equal(its.attend(batch, "decode", tensors, 0), want[0])
     assert patch.status()["strategy"] == "off"
-    assert its.pool is (batch.token_to_kv_pool if hasattr(batch, "token_to_kv_pool") else its.backend.token_to_kv_pool)
+    assert its.pool is (
+        batch.token_to_kv_pool if hasattr(batch, "token_to_kv_pool") else its.backend.token_to_kv_pool
+    )
 
 
 def unknown_release(monkeypatch, edit):
@@ -193,10 +197,19 @@ def unknown_release(monkeypatch, edit):
 
 EDITS = {
     "already fixed": (lambda t: t.replace(".to(", ".view("), "casts no pool: already fixed"),
-    "another pool": (lambda t: t.replace("token_to_kv_pool.get_key_buffer", "kv.get_key_buffer"), "the pool is held by"),
-    "another signature": (lambda t: t.replace("        layer: RadixAttention,", "        lay: RadixAttention,"), "does not begin with"),
+    "another pool": (
+        lambda t: t.replace("token_to_kv_pool.get_key_buffer", "kv.get_key_buffer"),
+        "the pool is held by",
+    ),
+    "another signature": (
+        lambda t: t.replace("        layer: RadixAttention,", "        lay: RadixAttention,"),
+        "does not begin with",
+    ),
     "no class": (lambda t: t.replace("class FlashInferMLAAttnBackend", "class Other"), "has no class"),
-    "metadata": (lambda t: t.replace("decode_wrapper", "dec_wr").replace("prefill_wrapper", "pre_wr"), "does not read"),
+    "metadata": (
+        lambda t: t.replace("decode_wrapper", "dec_wr").replace("prefill_wrapper", "pre_wr"),
+        "does not read",
+    ),
     "not Python": (lambda t: t + "\n)", "does not parse"),
 }
 

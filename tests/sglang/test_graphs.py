@@ -185,9 +185,7 @@ def test_aliased_host_buffers_would_hide_it(monkeypatch):
     b = world.backend
     b.cuda_graph_kv_indptr_cpu = b.cuda_graph_kv_indptr
     capture = world.batch(ForwardMode.DECODE, [1] * 4)
-    assert_pairs(
-        replayed(world, capture, [world.batch(ForwardMode.DECODE, LENGTHS)], "decode", "shadow")
-    )
+    assert_pairs(replayed(world, capture, [world.batch(ForwardMode.DECODE, LENGTHS)], "decode", "shadow"))
 
 
 def multi_step(world, steps):
@@ -237,9 +235,7 @@ def test_multi_step_draft_shares_one_scratch(is_graph):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_draft_extend(family):
     world = world_of(family, num_draft_tokens=3)
-    batch = world.batch(
-        ForwardMode.DRAFT_EXTEND_V2, [n + 3 for n in LENGTHS], prefix=LENGTHS
-    )
+    batch = world.batch(ForwardMode.DRAFT_EXTEND_V2, [n + 3 for n in LENGTHS], prefix=LENGTHS)
     batch.spec_info = verify_input_for_draft(batch)
     tensors = world.tensors(batch)
     with world.unpatched():

@@ -155,9 +155,7 @@ def test_control_stock_equals_itself_and_active_rows_matter(family, kind):
     first = stock()
     assert torch.equal(first, stock())
     active = world.requests.req_to_token[1, 2].item()
-    every = {
-        i for r, n in enumerate(lengths) for i in world.requests.req_to_token[r, :n].tolist()
-    }
+    every = {i for r, n in enumerate(lengths) for i in world.requests.req_to_token[r, :n].tolist()}
     idle = next(i for i in range(1, world.slots) if i not in every)
     buffer = world.pool.kv_buffer[0]
     kept = buffer[idle].clone()

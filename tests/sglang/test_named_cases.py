@@ -419,7 +419,9 @@ def test_positional_arguments():
 
     def call():
         with environment.OnCPU():
-            return its.backend.forward_decode(q.clone(), k, k, its.layers[0], batch, False, q_rope.clone(), k_rope)
+            return its.backend.forward_decode(
+                q.clone(), k, k, its.layers[0], batch, False, q_rope.clone(), k_rope
+            )
 
     with its.unpatched():
         want = call()

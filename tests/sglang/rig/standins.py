@@ -28,9 +28,7 @@ def attend(q_nope, q_pe, ckv, kpe, slots, q_bounds, *, sm_scale, causal, logit_c
             logits = logit_cap * torch.tanh(logits / logit_cap)
         if causal:
             end = length - n + torch.arange(n)
-            logits = logits.masked_fill(
-                (torch.arange(length)[None] > end[:, None])[:, None], -torch.inf
-            )
+            logits = logits.masked_fill((torch.arange(length)[None] > end[:, None])[:, None], -torch.inf)
         lse[first:last] = torch.logsumexp(logits, -1)
         out[first:last] = torch.einsum("nhl,ld->nhd", torch.softmax(logits, -1), v)
     return out, lse

@@ -1,0 +1,134 @@
+"""`kvlab patch`: what the patch does here or in a running server, whether that server still answers alike."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab.errors import BadInput
+
+_URL = typer.Option(help="A server on this host, e.g. http://127.0.0.1:30000.")
+_JSON = typer.Option("--json", help="One JSON object and nothing else.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `patch status`, `patch diff` and `patch verify`."""
+    patch = typer.Typer(
+        help="The production patch: its state, its check, the way upstream.", no_args_is_help=True
+    )
+    patch.command("status")(status)
+    patch.command("diff")(diff)
+    patch.command("verify")(verify)
+    app.add_typer(patch, name="patch")
+
+
+def status(
+    url: Annotated[str | None, _URL] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """What would be patched here, or with --url what is patched in a running server and what it has done.
+
+    A running server is asked through the files that its scheduler processes write under $KVLAB_RUN_DIR.
+    """
+    if url is None:
+        from kvlab.patch.api import status as here
+
+        found = here()
+        _print(found, as_json, _words)
+        return
+    from kvlab.patch.runfiles import run_dir, running
+    from kvlab.patch.verify import port_of
+
+    processes = running(port_of(url))
+    if not processes:
+        raise BadInput(
+            f"--url: no patched scheduler of {url} has written to {run_dir()}; it runs unpatched, on another host, "
+            "as another user, or with another KVLAB_RUN_DIR"
+        )
+    _print(merged(processes), as_json, _words)
+
+
+def diff() -> None:
+    """The smallest source change that an SGLang maintainer would make, for the installed release."""
+    from kvlab.patch.diff import unified
+    from kvlab.patch.sites import installed
+
+    typer.echo(unified(installed()), nl=False)
+
+
+def verify(
+    url: Annotated[str, _URL],
+    save: Annotated[Path | None, typer.Option(help="Write what was measured, for --against later.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Compare with what --save wrote before.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Ask a live server for greedy tokens and its step time; with --against, compare. Exit code 1: tokens differ."""
+    from kvlab.patch import verify as check
+
+    before = check.load(against) if against is not None else None
+    measured = check.measure(url, new_tokens)
+    if save is not None:
+        check.save(save, measured)
+    if before is None:
+        _print(measured, as_json, lambda m: f"{m['step_ms']:.2f} ms a step, {len(m['tokens'])} prompts")
+        return
+    found = check.compare(before, measured)
+    _print(found, as_json, _verdict)
+    if not found["identical"]:
+        raise typer.Exit(1)
+
+
+def merged(processes: list[dict[str, Any]]) -> dict[str, Any]:
+    """One status of all the server's processes: counters summed, sites as the first says, ranks listed."""
+    first = processes[0]
+    calls: dict[str, dict[str, int]] = {}
+    fallbacks: dict[str, int] = {}
+    for p in processes:
+        for site, its in p["counters"]["calls"].items():
+            for strategy, n in its.items():
+                calls.setdefault(site, {})[strategy] = calls.get(site, {}).get(strategy, 0) + n
+        for reason, n in p["counters"]["fallbacks"].items():
+            fallbacks[reason] = fallbacks.get(reason, 0) + n
+    return {
+        **{k: first[k] for k in ("sglang", "sites", "strategy", "chosen", "note")},
+        "counters": {
+            "calls": calls,
+            "fallbacks": fallbacks,
+            "bytes_avoided": sum(p["counters"]["bytes_avoided"] for p in processes),
+        },
+        "ranks": [{"pid": p["pid"], **p["server"], "scratch_bytes": p["scratch_bytes"]} for p in processes],
+    }
+
+
+def _print(found: dict[str, Any], as_json: bool, words: Any) -> None:
+    typer.echo(json.dumps(found) if as_json else words(found))
+
+
+def _words(found: dict[str, Any]) -> str:
+    lines = [f"SGLang {found['sglang'] or 'not installed'}, strategy {found['strategy']}"]
+    for site in found["sites"]:
+        chosen = found["chosen"].get(site["site"])
+        how = f" with {chosen['strategy']}" if chosen else ""
+        why = f" ({site['reason']})" if site["reason"] else ""
+        lines.append(f"  {site['site']}: {site['state']}{how}{why}")
+    counters = found["counters"]
+    for site, its in counters["calls"].items():
+        lines.append(f"  {site}: " + ", ".join(f"{n:,} calls {s}" for s, n in its.items()))
+    lines += [f"  fell back {n:,} times: {reason}" for reason, n in counters["fallbacks"].items()]
+    if counters["bytes_avoided"]:
+        lines.append(f"  {counters['bytes_avoided'] / 1e9:,.1f} GB of casts avoided")
+    if found["note"]:
+        lines.append(f"  {found['note']}")
+    return "\n".join(lines)
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    tokens = (
+        "identical tokens" if found["identical"] else f"tokens differ, first at {found['first_difference']}"
+    )
+    return (
+        f"{tokens} on {found['prompts']} prompts; "
+        f"{found['step_ms_before']:.2f} ms a step before, {found['step_ms_after']:.2f} after"
+    )

@@ -1,0 +1,160 @@
+"""Does a live server answer as it did before? Greedy tokens of fixed prompts and the time a decode step takes.
+
+Prompts go one after another, so that the batch composition is the same in both runs: servers batch by timing, and
+another batch is another rounding.
+"""
+
+import json
+import statistics
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import BadInput
+
+_TIMEOUT = 600
+# Token ids, not text: no tokenizer decides. Small ids exist in every vocabulary.
+_LENGTHS = (7, 33, 130, 515)
+
+
+def prompts() -> list[list[int]]:
+    """Fixed prompts of different lengths."""
+    return [[100 + (n * 31 + i * 17) % 900 for i in range(n)] for n in _LENGTHS]
+
+
+def measure(url: str, new_tokens: int = 32) -> dict[str, Any]:
+    """`{url, tokens: [[id…]…], step_ms, new_tokens, patch}` of the server at `url`.
+
+    Each prompt is sent twice; the second answer comes from the radix cache and its time, over its new tokens, is
+    the step. Raises BadInput where no SGLang server answers there.
+    """
+    base = url.rstrip("/")
+    tokens, steps = [], []
+    for ids in prompts():
+        first = _generate(base, ids, new_tokens)
+        start = time.perf_counter()
+        again = _generate(base, ids, new_tokens)
+        steps.append((time.perf_counter() - start) * 1e3 / new_tokens)
+        tokens.append(again)
+        if first != again:
+            raise BadInput(
+                f"--url: {base} gives other greedy tokens each time for the same prompt; "
+                "verify needs a server that repeats itself (no other load, deterministic kernels)"
+            )
+    return {
+        "url": base,
+        "new_tokens": new_tokens,
+        "tokens": tokens,
+        "step_ms": statistics.median(steps),
+        "patch": local_status(base),
+    }
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """`{identical, prompts, first_difference, step_ms_before, step_ms_after, speedup}`.
+
+    `first_difference` is (prompt, position) or None.
+    """
+    pairs = list(zip(before["tokens"], after["tokens"], strict=False))
+    differs = None
+    if len(before["tokens"]) != len(after["tokens"]) or before["new_tokens"] != after["new_tokens"]:
+        raise BadInput(
+            "--against: that file was made with other prompts or another --new-tokens; measure again"
+        )
+    for number, (a, b) in enumerate(pairs):
+        if a != b:
+            where = next(
+                (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+            )
+            differs = (number, where)
+            break
+    return {
+        "identical": differs is None,
+        "prompts": len(pairs),
+        "first_difference": differs,
+        "step_ms_before": before["step_ms"],
+        "step_ms_after": after["step_ms"],
+        "speedup": before["step_ms"] / after["step_ms"],
+        "strategy_before": (before.get("patch") or {}).get("strategy"),
+        "strategy_after": (after.get("patch") or {}).get("strategy"),
+    }
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A saved measurement; raises BadInput naming the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise BadInput(f"{path}: {e.strerror or e}; save one with patch verify --url … --save FILE") from None
+    except ValueError:
+        raise BadInput(f"{path}: not JSON; save one with patch verify --url … --save FILE") from None
+    if not isinstance(found, dict) or not {"tokens", "step_ms", "new_tokens"} <= set(found):
+        raise BadInput(f"{path}: not a measurement of patch verify; save one with --save FILE")
+    return found
+
+
+def save(path: Path, measured: dict[str, Any]) -> None:
+    """Write whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise BadInput(
+            f"{path}: {e.strerror or e}; give --save a file in a folder that can be written"
+        ) from None
+
+
+def local_status(url: str) -> dict[str, Any] | None:
+    """What the server's processes say of the patch, where they run on this host."""
+    from kvlab.patch.runfiles import running
+
+    found = running(port_of(url))
+    return found[0] if found else None
+
+
+def port_of(url: str) -> int:
+    """The port of a server on this host; raises BadInput for another host's, whose run files are not here."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = None, None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadInput(f"--url: {url!r} is no server address; write it as http://127.0.0.1:30000")
+    return port or (443 if parts.scheme == "https" else 80)
+
+
+def _generate(base: str, ids: list[int], new_tokens: int) -> list[int]:
+    asked = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+    }
+    answer = _post(f"{base}/generate", asked)
+    found = answer.get("output_ids") if isinstance(answer, dict) else None
+    if not isinstance(found, list) or not all(isinstance(t, int) for t in found):
+        raise BadInput(f"--url: {base}/generate answered without output_ids; it must be an SGLang server")
+    return found
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as e:
+        raise BadInput(
+            f"--url: {url} answered {e.code}; it must be an SGLang server with /generate"
+        ) from None
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "reason", e)
+        raise BadInput(
+            f"--url: {url} does not answer ({reason}); start the server or correct the address"
+        ) from None

@@ -1,0 +1,266 @@
+"""The patch's arithmetic and rules: policies, counters, scratch, the one-launch KV write."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.errors import BadInput
+from kvlab.kernels.active import ActiveSlots
+from kvlab.patch import casts, policy, selfcheck
+from kvlab.patch.counters import Counters, avoided
+from kvlab.patch.policy import Facts, choose, parse
+from kvlab.patch.scratch import Scratch, clear_unread
+from kvlab.patch.seam import DeferredCast, PoolView, seen_through
+
+FACTS = Facts(
+    kind="decode",
+    device=torch.device("cpu"),
+    slots=495_616,
+    width=576,
+    fp8=torch.float8_e4m3fn,
+    q_dtype=torch.bfloat16,
+    heads=8,
+    rank=512,
+)
+SMALL = Facts(
+    kind="decode",
+    device=torch.device("cpu"),
+    slots=8192,
+    width=48,
+    fp8=torch.float8_e4m3fn,
+    q_dtype=torch.bfloat16,
+    heads=2,
+    rank=32,
+)
+EXACT = {"shadow", "gather", "stock"}
+
+
+def refusing(*names):
+    return lambda strategy, facts: "no" if strategy in names else None
+
+
+@given(
+    asked=st.sampled_from([p for p in policy.CHOICES if p != "off"]),
+    kind=st.sampled_from(["decode", "extend"]),
+    slots=st.integers(1, 10**7),
+    refused=st.sets(st.sampled_from([s for s in policy.STRATEGIES if s != "stock"])),
+)
+def test_a_choice_is_never_one_that_was_refused_and_depends_on_facts_only(asked, kind, slots, refused):
+    facts = replace(FACTS, kind=kind, slots=slots)
+    choice = choose(asked, facts, refusing(*refused))
+    assert choice.strategy not in refused
+    assert choice == choose(asked, facts, refusing(*refused))
+    if asked == "exact" or (asked == "fast" and kind == "extend"):
+        assert choice.strategy in EXACT
+    if asked in ("exact", "fast") and slots <= policy.SMALL_POOL_SLOTS and asked == "exact":
+        assert choice.strategy == "stock"
+
+
+def test_the_policies_at_the_source_text_s_pool():
+    assert choose("exact", FACTS, refusing()).strategy == "shadow"
+    assert choose("fast", FACTS, refusing()).strategy == "fused"
+    assert choose("fast", replace(FACTS, kind="extend"), refusing()).strategy == "shadow"
+    fallen = choose("fast", FACTS, refusing("fused"))
+    assert (fallen.strategy, fallen.reason) == ("shadow", "not fused: no")
+    assert choose("exact", FACTS, refusing("shadow")).strategy == "gather"
+    assert choose("exact", FACTS, refusing("shadow", "gather")).strategy == "stock"
+
+
+def test_the_small_pool_rule_is_the_recorded_break_even():
+    # 827.8 us for 495,552 slots and 5.4 us a launch.
+    assert policy.SMALL_POOL_SLOTS == 3232
+    at = policy.SMALL_POOL_SLOTS
+    assert choose("exact", replace(FACTS, slots=at), refusing()).strategy == "stock"
+    assert choose("exact", replace(FACTS, slots=at + 1), refusing()).strategy == "shadow"
+
+
+@pytest.mark.parametrize("name", [None, "", " Exact "])
+def test_the_default_is_exact(name):
+    assert parse(name) == "exact"
+
+
+def test_a_mistyped_strategy_says_what_would_be_right():
+    with pytest.raises(BadInput, match=r"KVLAB_PATCH: 'exakt' is not a strategy; use one of exact, fast"):
+        parse("exakt")
+
+
+def test_bytes_avoided_are_the_cast_of_the_pool_less_that_of_the_batch():
+    # One layer of the source text's pool, 100 tokens: 856.3 MB less 172.8 KB.
+    assert avoided(495_552, 576, 100) == 3 * 576 * (495_552 - 100)
+    assert avoided(10, 576, 100) == 0
+
+
+def test_a_captured_pass_counts_at_each_replay_and_not_before():
+    c = Counters()
+    c.capture("g")
+    for _ in range(3):
+        c.call("fa3.decode", "shadow", slots=1000, row_bytes=10, tokens=1, graph="g")
+    c.fallback("why", graph="g")
+    assert c.as_dict() == {"calls": {}, "fallbacks": {}, "bytes_avoided": 0, "kv_writes": {}}
+    for tokens in (100, 200):
+        c.replay("g", tokens)
+    c.replay("another", 1)
+    assert c.as_dict()["calls"] == {"fa3.decode": {"shadow": 6}}
+    assert c.as_dict()["fallbacks"] == {"why": 2}
+    assert c.as_dict()["bytes_avoided"] == 3 * 3 * 10 * (900 + 800)
+    # Captured again: what it did before is forgotten.
+    c.capture("g")
+    c.replay("g", 1)
+    assert c.as_dict()["calls"] == {"fa3.decode": {"shadow": 6}}
+
+
+# The KV write.
+
+
+@pytest.mark.parametrize("interpret", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_one_launch_write_gives_torch_s_bytes_for_every_value(fp8, dtype, interpret, monkeypatch):
+    monkeypatch.setattr(casts, "INTERPRET", interpret)
+    assert selfcheck.check_write(replace(SMALL, fp8=fp8, q_dtype=dtype, width=576, rank=512)) is None
+
+
+def test_the_write_check_sees_one_wrong_code_of_an_overflow(monkeypatch):
+    from kvlab.patch import write
+
+    right = write.quantise
+
+    def other_overflow(buffer, loc, nope, rope, fp8):
+        right(buffer, loc, nope, rope, fp8)
+        # What another torch writes past the range: NaN where this one saturates, or the reverse.
+        is_over = buffer[:, 0, : nope.shape[1]][nope.float().abs() > 500]
+        buffer[:, 0, : nope.shape[1]][nope.float().abs() > 500] = is_over ^ 1
+
+    monkeypatch.setattr(write, "quantise", other_overflow)
+    assert "bytes differ" in selfcheck.check_write(SMALL)
+
+
+@pytest.mark.parametrize("strategy", ["shadow", "gather"])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_self_checks_pass_on_the_kernels(strategy, fp8, page_size, monkeypatch):
+    monkeypatch.setattr(casts, "INTERPRET", True)
+    assert selfcheck.check(strategy, replace(SMALL, fp8=fp8, page_size=page_size)) is None
+
+
+def test_the_fused_check_refuses_nan_and_noise(monkeypatch):
+    from kvlab.patch.strategies import fused
+
+    assert selfcheck.check("fused", SMALL) is None
+    right = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *a, **k: right(*a, **k) * 1.01)
+    assert "relative error 0.01" in selfcheck.check("fused", SMALL)
+    monkeypatch.setattr(fused, "attend", lambda *a, **k: right(*a, **k) * torch.nan)
+    assert "nan" in selfcheck.check("fused", SMALL)
+
+
+# Scratch.
+
+
+def test_scratch_lasts_or_is_given_back():
+    scratch, cpu = Scratch(), torch.device("cpu")
+    scratch.rows(cpu, "shared", 10, 8, torch.bfloat16, lasts=False)
+    assert scratch.nbytes() == 0
+    first = scratch.rows(cpu, "shared", 10, 8, torch.bfloat16, lasts=True)
+    assert scratch.nbytes() == 160
+    assert first.abs().sum() == 0
+    again = scratch.rows(cpu, "shared", 5, 8, torch.bfloat16, lasts=False)
+    assert again.data_ptr() == first.data_ptr()
+    assert scratch.nbytes() == 160
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+)
+def test_clearing_touches_slot_0_and_tails_of_last_pages_only(lengths, page_size, seed):
+    pages = -(-40 // page_size)
+    order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(seed)) + 1
+    table = order.view(len(lengths), pages).to(torch.int32)
+    active = ActiveSlots.paged(table, torch.tensor(lengths, dtype=torch.int32), page_size)
+    shadow = torch.full(((pages * len(lengths) + 1) * page_size, 1, 2), torch.nan, dtype=torch.bfloat16)
+    clear_unread(shadow, active)
+    cleared = set((~shadow[:, 0, 0].isnan()).nonzero().flatten().tolist())
+    tails = {0}
+    for row, n in zip(table.tolist(), lengths, strict=True):
+        last = -(-n // page_size) * page_size
+        tails |= {row[p // page_size] * page_size + p % page_size for p in range(n, last)}
+    assert cleared == tails
+
+
+# The seam.
+
+
+class Pool:
+    name = "pool"
+
+    def __init__(self):
+        self.rows = torch.ones(4, 1, 2).to(torch.float8_e4m3fn)
+        self.dtype = self.rows.dtype
+
+    def get_key_buffer(self, layer_id):
+        return self.rows
+
+
+class Holder:
+    def __init__(self):
+        self.token_to_kv_pool = Pool()
+
+
+def test_a_view_is_its_pool_to_everybody_and_gone_after_the_call():
+    holder = Holder()
+    pool = holder.token_to_kv_pool
+    view = PoolView(pool, lambda rows, dtype: rows.to(dtype) * 2, lambda *a: None)
+    with pytest.raises(KeyError), seen_through(holder, view):
+        assert isinstance(holder.token_to_kv_pool, Pool)
+        assert holder.token_to_kv_pool.name == "pool"
+        holder.token_to_kv_pool.extra = 1
+        raise KeyError
+    assert holder.token_to_kv_pool is pool
+    assert pool.extra == 1
+
+
+def test_a_pool_that_was_swapped_meanwhile_stays():
+    holder, other = Holder(), Pool()
+    view = PoolView(holder.token_to_kv_pool, lambda rows, dtype: rows, lambda *a: None)
+    with seen_through(holder, view):
+        holder.token_to_kv_pool = other
+    assert holder.token_to_kv_pool is other
+
+
+def test_only_the_cast_to_a_wide_dtype_is_deferred():
+    rows = torch.ones(4, 1, 2).to(torch.float8_e4m3fn)
+    asked = []
+    deferred = DeferredCast(rows, lambda r, dtype: asked.append(dtype) or r.to(dtype))
+    assert deferred.to(torch.bfloat16).dtype == torch.bfloat16
+    assert deferred.to(torch.float32).dtype == torch.float32
+    assert deferred.to(dtype=torch.float16).dtype == torch.float16
+    assert asked == [torch.bfloat16]
+    assert deferred.shape == rows.shape
+    assert len(deferred) == 4
+    assert torch.equal(deferred[1].float(), rows[1].float())
+    assert torch.equal(
+        torch.cat([deferred.view(torch.uint8), deferred.view(torch.uint8)]),
+        torch.cat([rows.view(torch.uint8)] * 2),
+    )
+    assert torch.empty_like(deferred).shape == rows.shape
+
+
+def test_importing_the_patch_brings_torch_and_nothing_heavier():
+    code = (
+        "import torch, sys, time; before = set(sys.modules); start = time.process_time(); import kvlab.patch;"
+        "print(time.process_time() - start);"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} &"
+        " {'triton', 'typer', 'plotly', 'pandas', 'sglang', 'rich', 'numpy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, heavy = done.stdout.splitlines()
+    assert heavy == "[]"
+    # The budget is 50 ms; a loaded machine may not make this red, a heavy import must.
+    assert float(seconds) < 0.25
