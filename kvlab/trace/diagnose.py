@@ -36,6 +36,8 @@ class KvCast(msgspec.Struct, kw_only=True, frozen=True):
     kernel: str
     copies_per_step: float
     """One a layer. PyTorch splits a copy of 2^31 bytes and more: those parts count as one."""
+    launched_from: list[str]
+    """Module, Python frame and operator of one launch; empty under CUDA graphs and without host events."""
     ms_per_step: float
     exposed_ms_per_step: float
     share: float
@@ -187,6 +189,7 @@ def _describe(
     return KvCast(
         kernel=trace.names[name],
         copies_per_step=copies,
+        launched_from=_launched_from(trace, rank, steps, name, set(parts)),
         ms_per_step=us / 1e3,
         exposed_ms_per_step=us * exposed_share / 1e3,
         share=us * len(steps) / busy_us,
@@ -257,6 +260,22 @@ def _source(trace: Trace, rank: Rank, fp4: bool) -> tuple[str | None, str | None
     if any(classify(trace.names[i]).role == "to_fp8" for i in set(rank.kernels.name)):
         return "FP8", "the step converts the rows it stores to FP8"
     return None, None
+
+
+def _launched_from(
+    trace: Trace, rank: Rank, steps: Sequence[Step], name: int, configs: set[int]
+) -> list[str]:
+    from kvlab.trace.attribute import origins
+
+    k = rank.kernels
+    some = next((i for i in _indices(steps) if k.name[i] == name and k.config[i] in configs), None)
+    found = origins(trace, rank, [some]) if some is not None else {}
+    if not found:
+        return []
+    origin = next(iter(found.values()))
+    # The innermost frame of SGLang's own code says more than the one of the operator's Python wrapper.
+    frames = [f for f in origin.frames if "sglang" in f] or list(origin.frames)
+    return [*origin.modules[-1:], *frames[-1:], *origin.operators[-1:]]
 
 
 def _shape(

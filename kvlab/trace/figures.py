@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import BadInput
+from kvlab.trace.attribute import origins
 from kvlab.trace.classes import ORDER, short
 from kvlab.trace.diagnose import kinds
 from kvlab.trace.diff import Diff
@@ -120,38 +121,69 @@ def timeline(
     )
 
 
-def icicle(trace: Trace, rank: str | None = None, step: int = 0, *, per_layer: bool = True) -> "go.Figure":
-    """A step's kernel time by class, kernel and (where they can be told apart) layer, in microseconds."""
+def icicle(
+    trace: Trace, rank: str | None = None, step: int = 0, *, by: str = "class", per_layer: bool = True
+) -> "go.Figure":
+    """A step's kernel time, in microseconds: by class, kernel and (where they can be told apart) layer; with
+    by="module", by the modules that launched it: BadInput where the trace does not give them."""
     go = _plotly()
     one, at = _pick(trace, rank, step)
-    kind = kinds(trace, one)
-    found = layers(trace, one, at) if per_layer else None
     k = one.kernels
+    paths = _module_paths(trace, one, at) if by == "module" else _class_paths(trace, one, at, per_layer)
     values: dict[tuple[str, ...], float] = {}
-    names: dict[int, str] = {}
-    for i in range(at.lo, at.hi):
-        name = k.name[i]
-        label = names.setdefault(name, f"{short(trace.names[name])} #{name}")
-        path: tuple[str, ...] = ("step", kind[name].cls, label)  # type: ignore[union-attr]
-        if found and (layer := found.of(i)) is not None:
-            path += (f"layer {layer}",)
+    colours: dict[tuple[str, ...], str] = {("step",): "rgba(128,128,128,.3)"}
+    kind = kinds(trace, one)
+    for i, path in paths.items():
+        colour = COLOURS[kind[k.name[i]].cls]  # type: ignore[union-attr]
         for depth in range(1, len(path) + 1):
             values[path[:depth]] = values.get(path[:depth], 0.0) + k.dur[i]
-    paths = list(values)
+            if by == "class" or depth == len(path):
+                colours.setdefault(path[:depth], colour)
+    nodes = list(values)
     fig = go.Figure(
         go.Icicle(
-            ids=["/".join(p) for p in paths],
-            labels=[p[-1].split(" #")[0] for p in paths],
-            parents=["/".join(p[:-1]) for p in paths],
-            values=[values[p] for p in paths],
+            ids=["/".join(p) for p in nodes],
+            labels=[p[-1].split(" #")[0] for p in nodes],
+            parents=["/".join(p[:-1]) for p in nodes],
+            values=[values[p] for p in nodes],
             branchvalues="total",
-            maxdepth=3,
+            maxdepth=3 if by == "class" else 6,
             tiling={"orientation": "v"},
-            marker={"colors": [COLOURS[p[1]] if len(p) > 1 else "rgba(128,128,128,.3)" for p in paths]},
+            marker={"colors": [colours.get(p, "rgba(128,128,128,.3)") for p in nodes]},
             hovertemplate="%{label}<br>%{value:,.1f} us, %{percentRoot:.1%} of the step<extra></extra>",
         )
     )
     return _style(fig, height=420)
+
+
+def _kernel_label(trace: Trace, name: int) -> str:
+    # Template instances share a short name: the number keeps them apart, and is cut from what is shown.
+    return f"{short(trace.names[name])} #{name}"
+
+
+def _class_paths(trace: Trace, rank: Rank, step: Step, per_layer: bool) -> dict[int, tuple[str, ...]]:
+    kind = kinds(trace, rank)
+    found = layers(trace, rank, step) if per_layer else None
+    paths = {}
+    for i in range(step.lo, step.hi):
+        name = rank.kernels.name[i]
+        path: tuple[str, ...] = ("step", kind[name].cls, _kernel_label(trace, name))  # type: ignore[union-attr]
+        if found and (layer := found.of(i)) is not None:
+            path += (f"layer {layer}",)
+        paths[i] = path
+    return paths
+
+
+def _module_paths(trace: Trace, rank: Rank, step: Step) -> dict[int, tuple[str, ...]]:
+    found = origins(trace, rank, range(step.lo, step.hi))
+    # Under graph replay a few kernels outside it have a module: that is no picture of the step.
+    if 2 * sum(bool(o.modules) for o in found.values()) < step.hi - step.lo:
+        raise BadInput(f"{trace.path}: no modules; record with Python frames and without CUDA graphs")
+    paths = {}
+    for i in range(step.lo, step.hi):
+        modules = found[i].modules if i in found else ()
+        paths[i] = ("step", *(modules or ("no module",)), _kernel_label(trace, rank.kernels.name[i]))
+    return paths
 
 
 def layer_strip(trace: Trace, rank: str | None = None, step: int = 0) -> "go.Figure":

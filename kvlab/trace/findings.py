@@ -86,6 +86,8 @@ def _cast(
         f"{cast.copies_per_step:.0f} casts a step of {cast.us_per_copy:.1f} us (spread {cast.spread:.2%}), "
         f"{cast.ms_per_step:.1f} ms together: {cast.share:.0%} of the GPU's busy time."
     ]
+    if cast.launched_from:
+        text.append(f"One is launched from {', '.join(cast.launched_from)}.")
     if cast.pool_rows:
         text.append(
             f"By the {cast.pool_slots_from} each converts {cast.pool_rows:,} rows of {cast.row_bytes} "

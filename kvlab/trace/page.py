@@ -1,5 +1,6 @@
 """One self-contained page: a trace's or a diff's pictures and findings, readable with the network off."""
 
+import contextlib
 import html
 import os
 import re
@@ -94,6 +95,8 @@ def write_report(path: str | Path, found: Sequence[tuple[Trace, Report]]) -> Non
             parts.append((f"Layer {middle} of that step", figures.timeline(trace, one.rank, layer=middle)))
             parts.append(("Layer by layer", figures.layer_strip(trace, one.rank)))
         parts.append(("By class, kernel and layer", figures.icicle(trace, one.rank)))
+        with contextlib.suppress(BadInput):  # only a trace without CUDA graphs gives modules
+            parts.append(("By module", figures.icicle(trace, one.rank, by="module")))
     parts.append(("All kernels", _kernels(one)))
     write(path, f"{Path(one.file).name}: {one.rank}", parts)
 

@@ -296,6 +296,8 @@ def test_sizes_from_recorded_shapes(raw):
     cast = report(made(raw, eager(raw))).kv_cast
     assert (cast.pool_slots, cast.row_bytes, cast.pool_slots_from) == (495_552, 576, "recorded shapes")
     assert (cast.source_dtype, cast.source_dtype_from) == ("Float8_e4m3fn", "recorded shapes")
+    forward = "sglang/srt/model_executor/model_runner.py(2387): forward_decode"
+    assert cast.launched_from == ["DeepseekV2DecoderLayer_0", forward, "aten::copy_"]
 
 
 def test_kernels_go_back_to_operators_modules_and_frames(raw):
@@ -528,6 +530,22 @@ def test_ranks_by_file_and_by_distributed_info(raw):
     assert build([text], "x").ranks[0].key == "rank 3"
     text = json.dumps({k: v for k, v in raw.items() if k != "distributedInfo"}).encode()
     assert build([text], "a/1719-TP-2-DP-1.trace.json.gz").ranks[0].key == "TP02-DP01"
+
+
+def test_icicles_add_up(raw, recorded_step):
+    figures = pytest.importorskip("kvlab.trace.figures")
+    pytest.importorskip("plotly")
+    for trace, by in ((read(REAL), "class"), (made(raw, eager(raw)), "module")):
+        data = figures.icicle(trace, by=by).data[0]
+        value = dict(zip(data.ids, data.values, strict=True))
+        below = {}
+        for node, parent in zip(data.ids, data.parents, strict=True):
+            below[parent] = below.get(parent, 0) + value[node]
+        assert below.pop("") == pytest.approx(sum(e["dur"] for e in kernels(raw)))
+        for parent, total in below.items():
+            assert total <= value[parent] * (1 + 1e-9)
+    with pytest.raises(BadInput, match="no modules"):
+        figures.icicle(read(REAL), by="module")
 
 
 def test_layers(raw):
