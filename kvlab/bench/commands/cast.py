@@ -86,7 +86,8 @@ def table(run: "CastRun") -> "Table":
         stock = shape.results["stock"].cold_us
         for name, t in shape.results.items():
             shown = [_number(t.cold_us, 2, t.exact), _number(t.warm_us, 2, t.exact)]
-            shown += [_number(t.tb_s if t.exact else None, 2), _number(t.cold_us / stock if t.cold_us and stock else None, 4)]
+            shown.append(_number(t.tb_s if t.exact else None, 2))
+            shown.append(_number(t.cold_us / stock if t.cold_us and stock else None, 4))
             found.add_row(f"{shape.slots:,}", shape.order, _number(shape.limit_us, 2), name, *shown)
     return found
 
