@@ -41,7 +41,7 @@ def collect(command: Sequence[str] | None = None, *, env: Sequence[str] = ()) ->
     gpus, driver = _gpus()
     return Provenance(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=" ".join(_shorten(a) for a in (command or [Path(sys.argv[0]).name, *sys.argv[1:]])),
+        command=" ".join(_shorten(a) for a in (command or [_program(), *sys.argv[1:]])),
         commit=_git("rev-parse", "HEAD") or os.environ.get("KVLAB_COMMIT"),
         dirty=None if _git("rev-parse", "HEAD") is None else bool(_git("status", "--porcelain")),
         python=platform.python_version(),
@@ -53,6 +53,12 @@ def collect(command: Sequence[str] | None = None, *, env: Sequence[str] = ()) ->
         kvlab_patch=os.environ.get("KVLAB_PATCH", "unset"),
         env={k: os.environ[k] for k in env if k in os.environ},
     )
+
+
+def _program() -> str:
+    """How this process was started: `python -m package` runs a file named __main__.py."""
+    started = Path(sys.argv[0])
+    return f"python -m {started.parent.name}" if started.name == "__main__.py" else started.name
 
 
 def _shorten(arg: str) -> str:

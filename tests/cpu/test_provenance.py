@@ -1,0 +1,17 @@
+"""Provenance says how a number was made, and nothing of where a host keeps its files."""
+
+import sys
+
+from kvlab import provenance
+
+
+def test_python_m_is_named_by_its_package(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/where/kvlab/__main__.py", "bench", "cast", "--out=/a/b/run"])
+    assert provenance.collect().command == "python -m kvlab bench cast --out=run"
+
+
+def test_baseline_says_what_the_patch_was(monkeypatch):
+    monkeypatch.setenv("KVLAB_PATCH", "off")
+    assert provenance.collect().kvlab_patch == "off"
+    monkeypatch.delenv("KVLAB_PATCH")
+    assert provenance.collect().kvlab_patch == "unset"
