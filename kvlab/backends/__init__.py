@@ -31,6 +31,7 @@ def answer_of(q: Question) -> dict[str, Any]:
     """`{model, gpu, …, default, backends: [Verdict …], advice: [Option …]}` as plain data."""
     import msgspec
 
+    from kvlab.backends import cost
     from kvlab.backends.advice import advise
 
     verdicts = decide(q)
@@ -45,6 +46,7 @@ def answer_of(q: Question) -> dict[str, Any]:
         "heads": q.heads,
         "page_size": q.page_size,
         "decided_by": decided_by(q),
+        "recorded_cast": cost.cast(),
         "default": next((v.backend for v in verdicts if v.default), None),
         "backends": [_plain(v) for v in verdicts],
         "advice": msgspec.to_builtins(advise(q, verdicts)),

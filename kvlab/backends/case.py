@@ -57,6 +57,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     `casts_pool`: whether a decode step casts the whole pool; `casts` says in which phases. `row_bytes`: one
     token in one layer of the pool that this backend needs. `flags`: what must be passed to be served so.
     `cost`: recorded microseconds, or None.
+    `served`: recorded runs that tried it on this card with this release.
     """
 
     backend: str
@@ -78,6 +79,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     flags: list[str] = []
     notes: list[str] = []
     cost: dict[str, Any] | None = None
+    served: list[dict[str, Any]] = []
 
 
 def question(

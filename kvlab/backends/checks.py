@@ -83,9 +83,9 @@ def dsa_rows(case: Case, name: str) -> Iterator[Finding]:
     narrow = q.geometry.latent_dim
     if not raw:
         yield Finding(
-            text=f"its FP8 rows are {wide} bytes with scales inside, whatever reads them; a dense "
-            "backend would take "
-            f"them for {narrow}-byte rows and return wrong numbers without a word",
+            text=f"its FP8 rows are {wide} bytes with scales inside, whatever reads them, and a dense "
+            "backend reads "
+            f"{narrow}: flashinfer and triton return wrong numbers without a word, others fail on the shape",
             evidence=(s.evidence(rows, "code"),),
         )
         return
@@ -93,11 +93,10 @@ def dsa_rows(case: Case, name: str) -> Iterator[Finding]:
     if not any(d in raw for d in defaults):
         option = dsa["name"]
         yield Finding(
-            text=f"needs {narrow}-byte rows, and --{option}-prefill-backend and "
-            f"--{option}-decode-backend {raw[-1]} are what "
-            f"asks for them (the sub-backend itself then never runs); with this card's default sub-backends "
-            f"({defaults[0]}, {defaults[1]}) rows are {wide} bytes and a dense backend misreads them "
-            "silently",
+            text=f"needs {narrow}-byte rows: pass {raw[-1]} as --{option}-prefill-backend and "
+            f"--{option}-decode-backend, which chooses the rows and then never runs; by default "
+            f"({defaults[0]}, "
+            f"{defaults[1]}) rows are {wide} bytes and flashinfer and triton misread them without a word",
             evidence=(s.evidence(rows, "run", f"{rows['quote']}: {rows['value']}"),),
             refuses=False,
         )

@@ -61,6 +61,22 @@ def of(backend: str, q: Question) -> dict[str, Any] | None:
     return best
 
 
+@cache
+def cast() -> dict[str, Any] | None:
+    """One layer's full-pool cast as recorded, `{source, gpu, us, bytes}`: what casting adds, layer by layer.
+
+    `bytes` is what it read and wrote; the time is proportional to the pool.
+    """
+    for path in sorted(data.recorded().glob("*/kernels.json")):
+        document = msgspec.json.decode(path.read_bytes())
+        for row in document.get("rows", []):
+            if row.get("what") == "cast full pool":
+                moved = round(row["us"] * row["TBs"] * 1e6)
+                source = f"data/recorded/{path.parent.name}/{path.name}"
+                return {"source": source, "gpu": document["gpu"], "us": row["us"], "bytes": moved}
+    return None
+
+
 def _row(shape: dict[str, Any], name: str) -> dict[str, Any]:
     result, control = shape["results"][name], shape["results"].get(_CONTROL) or {}
     return {

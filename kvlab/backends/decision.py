@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvlab.backends import checks, cost, dense, sparse
+from kvlab.backends import checks, cost, dense, served, sparse
 from kvlab.backends.case import Case, Question, Verdict, question
 
 __all__ = ["Question", "Verdict", "decide", "decided_by", "question"]
@@ -16,7 +16,12 @@ def decide(q: Question) -> list[Verdict]:
     found = [dense.verdict(case, name) for name in checks.BY_BACKEND]
     found += sparse.verdicts(case)
     found += [dense.elsewhere(case, name) for name in dense.OTHER_HARDWARE if name in case.s["registered"]]
-    return [msgspec.structs.replace(v, cost=cost.of(v.backend, q)) if v.works else v for v in found]
+    return [_with_records(v, q) for v in found]
+
+
+def _with_records(v: Verdict, q: Question) -> Verdict:
+    tried = served.of(v.backend, sglang=q.sglang, gpu=q.gpu.name, kv_dtype=q.kv_dtype)
+    return msgspec.structs.replace(v, cost=cost.of(v.backend, q) if v.works else None, served=tried)
 
 
 def decided_by(q: Question) -> dict[str, str]:

@@ -450,6 +450,7 @@ def _dsa(tree: Tree, args: Module, config: Module) -> dict[str, Any]:
     facts["default_kv_dtype"] = _default_kv_dtype(tree, name)
     facts["quantizes_pool"] = _quantizes_pool(tree)
     facts["serves"] = {phase: _serves(tree, phase) for phase in ("decode", "extend")}
+    facts["wants_dsa"] = _wants_dsa(tree)
     facts["trtllm_gen"] = _trtllm_gen(tree)
     facts["sparse_sm120"] = _flashinfer_sparse(tree)
     return facts
@@ -706,6 +707,15 @@ def _serves(tree: Tree, phase: str) -> dict[str, Any]:
         for name in re.findall(r"'(\w+)'", test)
     }
     return {"value": sorted(found), **module.quote(function), "quote": f"def forward_{phase}"}
+
+
+def _wants_dsa(tree: Tree) -> dict[str, Any] | None:
+    """The backend's own assertion that the model has an indexer."""
+    module = tree.module(f"{ATTENTION}/dsa_backend.py", f"{ATTENTION}/nsa_backend.py")
+    for node in ast.walk(_backend_class(module)):
+        if isinstance(node, ast.Assert) and re.fullmatch(r"self\.use_(nsa|dsa)", ast.unparse(node.test)):
+            return {"says": probe.message(node.msg) if node.msg else "", **module.quote(node)}
+    return None
 
 
 def _trtllm_gen(tree: Tree) -> dict[str, Any] | None:

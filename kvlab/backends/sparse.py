@@ -27,6 +27,8 @@ def verdicts(case: Case) -> list[Verdict]:
                 f"{dsa['architectures']['quote']}: {dsa['architectures']['value']}",
             )
         ]
+        if dsa["wants_dsa"]:
+            evidence.append(s.evidence(dsa["wants_dsa"]))
         for unknown in checks.model_known(case):
             text, evidence = unknown.text, list(unknown.evidence)
         return [

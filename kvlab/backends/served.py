@@ -1,0 +1,193 @@
+"""Does it really serve? Each backend's answer held to a real batch on this machine's card, and recorded.
+
+`python -m kvlab.backends.served --out FILE` starts the installed SGLang's one-batch benchmark once a
+backend, on dummy ranks, and writes what it did beside what the answer says. A refusal must be the one that
+the answer quotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvlab import data
+from kvlab.backends.case import Verdict
+from kvlab.errors import BadInput
+
+_RUNNERS = ("sglang.benchmark.one_batch", "sglang.bench_one_batch")
+_ERROR = re.compile(r"^(?:\S+\.)?(\w*(?:Error|Exception|Interrupt))(?:: (.*))?$", re.MULTILINE)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One backend on one rank: what the answer said, what happened, and whether they agree.
+
+    `exception`: the last one in the log. `quoted`: what the answer quotes and the log says, for a refusal.
+    """
+
+    model: str
+    backend: str
+    sglang: str
+    gpu: str
+    kv_dtype: str
+    flags: list[str]
+    expected: bool | None
+    reason: str
+    served: bool
+    exception: str
+    quoted: str
+    agrees: bool
+
+
+def judge(verdict: Verdict, *, model: str, gpu: str, kv_dtype: str, code: int, log: str) -> Outcome:
+    """Compare an answer with a run. A refusal agrees only where the log says what the answer quotes."""
+    served = code == 0
+    quoted = "" if served else next((k for k in _keys(verdict) if k in _squeeze(log)), "")
+    found = _ERROR.findall(log)
+    agrees = served if verdict.works else (not served and bool(quoted)) if verdict.works is False else True
+    return Outcome(
+        model=model,
+        backend=verdict.backend,
+        sglang=verdict.versions["sglang"],
+        gpu=gpu,
+        kv_dtype=kv_dtype,
+        flags=verdict.flags,
+        expected=verdict.works,
+        reason=verdict.reason,
+        served=served,
+        exception=": ".join(filter(None, found[-1])) if found and not served else "",
+        quoted=quoted,
+        agrees=agrees,
+    )
+
+
+def _squeeze(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _keys(verdict: Verdict) -> list[str]:
+    """What a refusal's log should contain: the quoted check or the message in the reason."""
+    keys = [_squeeze(e.quote) for e in verdict.evidence if e.kind in ("check", "message", "run")]
+    for refusal in verdict.refusals:
+        keys += [_squeeze(part) for part in re.split(r": | This card is ", refusal)]
+    # An assertion's line may be cut in a traceback; a word or two would agree with anything.
+    return [k[:80] for k in keys if len(k) > 20]
+
+
+def run(models: list[str], *, layers: int, timeout: float, only: list[str] | None = None) -> list[Outcome]:
+    """Serve a batch with every backend of the installed SGLang on dummy ranks, on a GPU. Raises BadInput."""
+    from kvlab import dummy, gpus
+    from kvlab import models as shapes
+    from kvlab.backends import decide, question
+
+    runner = next((m for m in _RUNNERS if _exists(m)), None)
+    card = gpus.live()
+    if runner is None or card is None:
+        raise BadInput("kvlab.backends.served: needs an installed SGLang and an NVIDIA card")
+    release = metadata.version("sglang")
+    found = []
+    for model in models:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = dummy.write_rank(
+                Path(scratch) / "rank", dummy.rank_config(shapes.load(model), layers=layers)
+            )
+            q = question(str(folder), card.key, release, tp=1)
+            for verdict in decide(q):
+                if verdict.reason.startswith("serves ") or "." in verdict.backend:
+                    continue
+                if only and verdict.backend not in only:
+                    continue
+                code, log = _one_batch(runner, folder, _flags(verdict), timeout)
+                judged = judge(verdict, model=model, gpu=card.name, kv_dtype=q.kv_dtype, code=code, log=log)
+                print(f"{model} {judged.backend}: served {judged.served}, agrees {judged.agrees}", flush=True)
+                found.append(judged)
+    return found
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _flags(verdict: Verdict) -> list[str]:
+    """What the answer says to pass; for a refusal, what a reader would have tried."""
+    flags = verdict.flags or [f"--attention-backend {verdict.backend}", "--kv-cache-dtype fp8_e4m3"]
+    return [word for flag in flags for word in flag.split()]
+
+
+def _one_batch(runner: str, folder: Path, flags: list[str], timeout: float) -> tuple[int, str]:
+    command = [sys.executable, "-m", runner, "--model-path", str(folder), "--load-format", "dummy"]
+    command += [*flags, "--max-total-tokens", "65536"]
+    command += ["--batch-size", "2", "--input-len", "256", "--output-len", "8", "--trust-remote-code"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as e:
+        said = e.stdout if isinstance(e.stdout, str) else (e.stdout or b"").decode(errors="replace")
+        return 124, said + f"\nTimeoutError: nothing after {timeout:.0f} s"
+    log = done.stdout + done.stderr
+    # The benchmark's workers may fail while it exits 0: a served batch has a decode line.
+    if done.returncode == 0 and not re.search(r"Decode", log):
+        return 1, log
+    return done.returncode, log
+
+
+@cache
+def _recorded() -> list[tuple[str, Outcome]]:
+    found = []
+    for path in sorted(data.recorded().glob("*/served.json")):
+        document = msgspec.json.decode(path.read_bytes())
+        for outcome in msgspec.convert(document["outcomes"], list[Outcome]):
+            found.append((f"data/recorded/{path.parent.name}/{path.name}", outcome))
+    return found
+
+
+def of(backend: str, *, sglang: str, gpu: str, kv_dtype: str) -> list[dict[str, Any]]:
+    """Recorded runs of a backend with a release on a card: `[{source, model, served, agrees, exception}]`."""
+    return [
+        {
+            "source": source,
+            "model": o.model,
+            "served": o.served,
+            "agrees": o.agrees,
+            "exception": o.exception,
+        }
+        for source, o in _recorded()
+        if (o.backend, o.sglang, o.kv_dtype) == (backend, sglang, kv_dtype)
+        and o.gpu.endswith(gpu.split()[-1])
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    from kvlab import provenance
+
+    parser = argparse.ArgumentParser(prog="python -m kvlab.backends.served")
+    parser.add_argument("--models", default="glm-5,deepseek-v3", help="presets whose TP8 rank is served")
+    parser.add_argument("--backends", default="", help="only these, by name")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a backend")
+    parser.add_argument("--out", required=True, help="served.json of a folder in data/recorded")
+    chosen = parser.parse_args(argv)
+    only = chosen.backends.split(",") if chosen.backends else None
+    outcomes = run(chosen.models.split(","), layers=chosen.layers, timeout=chosen.timeout, only=only)
+    document = {"provenance": provenance.collect(), "outcomes": outcomes}
+    text = msgspec.json.format(msgspec.json.encode(document), indent=1)
+    Path(chosen.out).write_bytes(text + b"\n")
+    if not all(o.agrees for o in outcomes):
+        raise SystemExit(
+            "an answer and a run disagree: " + ", ".join(o.backend for o in outcomes if not o.agrees)
+        )
+
+
+if __name__ == "__main__":
+    main()

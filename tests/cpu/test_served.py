@@ -1,0 +1,79 @@
+"""An answer and a run agree only for the right reason; recorded runs are shown beside the answer."""
+
+import json
+
+import pytest
+
+from kvlab.backends import decide, question, served
+
+TRACEBACK = """
+Traceback (most recent call last):
+  File "/x/sglang/srt/mem_cache/memory_pool.py", line 1778, in __init__
+    assert self.page_size == 64
+AssertionError
+"""
+
+
+def answer(backend, model="glm-5", gpu="rtx-pro-6000", release="0.5.9"):
+    return next(v for v in decide(question(model, gpu, release)) if v.backend == backend)
+
+
+def judge(verdict, code, log):
+    return served.judge(verdict, model="glm-5", gpu="NVIDIA X", kv_dtype="fp8_e4m3", code=code, log=log)
+
+
+def test_a_refusal_agrees_when_the_log_quotes_it():
+    found = judge(answer("cutlass_mla"), 1, TRACEBACK)
+    assert (found.served, found.agrees, found.exception) == (False, True, "AssertionError")
+    assert found.quoted == "assert self.page_size == 64"
+    log = "ValueError: Expected qk_nope_head_dim == 128, got 192\n"
+    found = judge(answer("trtllm_mla"), 1, log)
+    assert found.agrees
+    assert found.exception == "ValueError: Expected qk_nope_head_dim == 128, got 192"
+
+
+@pytest.mark.parametrize(
+    ("backend", "code", "log"),
+    [
+        ("cutlass_mla", 0, "Decode. latency"),
+        ("cutlass_mla", 1, "torch.OutOfMemoryError: CUDA out of memory"),
+        ("trtllm_mla", 1, TRACEBACK),
+        ("flashinfer", 1, "RuntimeError: no kernel image"),
+        ("flashinfer", 124, "TimeoutError: nothing after 300 s"),
+    ],
+)
+def test_another_outcome_or_another_reason_does_not_agree(backend, code, log):
+    assert not judge(answer(backend), code, log).agrees
+
+
+def test_a_served_batch_agrees_with_works():
+    found = judge(answer("flashinfer"), 0, "Decode. median latency: 0.01 s")
+    assert (found.served, found.agrees, found.exception) == (True, True, "")
+
+
+def test_recorded_runs_stand_beside_the_answer(tmp_path, monkeypatch):
+    verdict = answer("flashinfer", "deepseek-v3", "h200", "0.5.15.post1")
+    assert verdict.served == [] or verdict.served[0]["served"]
+    outcome = served.judge(
+        verdict, model="deepseek-v3", gpu="NVIDIA H200", kv_dtype="fp8_e4m3", code=0, log="Decode."
+    )
+    folder = tmp_path / "recorded" / "run"
+    folder.mkdir(parents=True)
+    fields = {f: getattr(outcome, f) for f in outcome.__struct_fields__}
+    (folder / "served.json").write_text(json.dumps({"provenance": {}, "outcomes": [fields]}))
+    monkeypatch.setattr("kvlab.data.root", lambda: tmp_path)
+    served._recorded.cache_clear()
+    try:
+        shown = answer("flashinfer", "deepseek-v3", "h200", "0.5.15.post1").served
+        assert shown == [
+            {
+                "source": "data/recorded/run/served.json",
+                "model": "deepseek-v3",
+                "served": True,
+                "agrees": True,
+                "exception": "",
+            }
+        ]
+        assert answer("flashinfer", "deepseek-v3", "b200", "0.5.15.post1").served == []
+    finally:
+        served._recorded.cache_clear()
