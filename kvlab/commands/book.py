@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     book.command("run", context_settings={"ignore_unknown_options": True})(run)
     book.command("serve")(serve)
     book.command("readme")(readme)
+    book.command("picture")(picture)
     app.add_typer(book, name="book")
 
 
@@ -141,3 +142,12 @@ def readme() -> None:
     executed = runner.runs(root)
     newest = {p.name: e for p in pages(root) if p.cells and (e := runner.newest(p, executed))}
     typer.echo("README.md rewritten" if figures.rewrite(root, newest) else "README.md is up to date")
+
+
+def picture() -> None:
+    """Draw README's picture from data/recorded again."""
+    _need_extra()
+    from kvlab.book import picture as svg
+    from kvlab.book.pages import checkout
+
+    typer.echo(f"{svg.FILE} {'drawn' if svg.write(checkout()) else 'is up to date'}")
