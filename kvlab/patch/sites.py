@@ -91,7 +91,8 @@ class Installed:
 def installed() -> Installed:
     """Look at the installed SGLang. Nothing of it is imported."""
     spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
+    # A mere folder of that name is a namespace package, without an origin.
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return Installed(None, None, ())
     try:
         version = metadata.version("sglang")

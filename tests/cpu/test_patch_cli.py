@@ -1,0 +1,320 @@
+"""The patch from outside: a made-up SGLang on sys.path, a made-up server on the loopback interface."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from kvlab import cli
+from kvlab.errors import BadInput
+from kvlab.patch import runfiles, verify
+
+BACKEND = """
+from __future__ import annotations
+import torch
+from sglang.srt.pools import anything
+
+
+class FlashInferMLAAttnBackend:
+    def __init__(self, model_runner, skip_prefill=False):
+        pass
+
+    def init_forward_metadata(self, forward_batch):
+        pass
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        prefill_wrapper_paged = self.forward_metadata.prefill_wrapper
+        k_buf = self.token_to_kv_pool.get_key_buffer(layer.layer_id).to(q.dtype)
+        return k_buf
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        decode_wrapper = self.forward_metadata.decode_wrapper
+        k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id).to(
+            q.dtype
+        )
+        return k_buffer
+"""
+LAUNCHER = """
+import json, os, sys
+
+if __name__ == "__main__":
+    from sglang.srt.layers.attention import flashinfer_mla_backend as backend
+    import kvlab.patch
+    print(json.dumps({
+        "argv": sys.argv,
+        "patched": hasattr(backend.FlashInferMLAAttnBackend.forward_decode, "__wrapped__"),
+        "strategy": kvlab.patch.status()["strategy"],
+        "main": __spec__.name,
+    }))
+"""
+
+
+@pytest.fixture
+def sglang(tmp_path):
+    """A folder with an `sglang` package that has flashinfer's backend, no fa3, and a launcher."""
+    files = {
+        "sglang/__init__.py": "",
+        "sglang/launch_server.py": LAUNCHER,
+        "sglang/srt/__init__.py": "",
+        "sglang/srt/pools.py": "anything = 1\n",
+        "sglang/srt/layers/__init__.py": "",
+        "sglang/srt/layers/attention/__init__.py": "",
+        "sglang/srt/layers/attention/flashinfer_mla_backend.py": BACKEND,
+    }
+    for name, text in files.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tmp_path / "site"
+
+
+def spawn(site, *args, **env):
+    """The command line in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "KVLAB_RUN_DIR": str(site / "run"), **env}
+    for name in ("KVLAB_PATCH", "KVLAB_PATCH_STRICT"):
+        if name not in env:
+            environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-m", "kvlab", *args], capture_output=True, text=True, env=environment, timeout=120
+    )
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """The command line in this process: what it printed and its exit code."""
+
+    def run(site, *args):
+        monkeypatch.setenv("KVLAB_RUN_DIR", str(site / "run"))
+        monkeypatch.syspath_prepend(str(site))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main(args)
+        out, err = capsys.readouterr()
+        return types.SimpleNamespace(returncode=left.value.code or 0, stdout=out, stderr=err)
+
+    return run
+
+
+def test_status_of_an_sglang_that_is_installed_but_not_running(sglang, run):
+    done = run(sglang, "patch", "status", "--json")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    states = {s["site"]: (s["state"], s["reason"]) for s in found["sites"]}
+    assert states["flashinfer_mla.decode"] == ("recognised", "not applied")
+    assert states["fa3.decode"] == (
+        "left alone",
+        "this release has no srt/layers/attention/flashattention_backend.py",
+    )
+    assert found["strategy"] == "off"
+    assert found["counters"]["bytes_avoided"] == 0
+
+
+def test_serve_runs_the_launcher_patched_with_its_own_arguments(sglang):
+    done = spawn(sglang, "serve", "--model-path", "m", "--tp", "2", KVLAB_PATCH="shadow")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["argv"][1:] == ["--model-path", "m", "--tp", "2"]
+    assert said["patched"] is True
+    assert said["strategy"] == "shadow"
+    # Spawned children import this main module by its name, and find nothing to run twice.
+    assert said["main"] == "sglang.launch_server"
+
+
+def test_strict_serve_refuses_what_it_does_not_recognise(sglang):
+    done = spawn(sglang, "serve", KVLAB_PATCH_STRICT="1")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "KVLAB_PATCH_STRICT" in done.stderr
+    assert "this release has no srt/layers/attention/flashattention_backend.py" in done.stderr
+
+
+def test_a_mistyped_strategy_is_one_line_and_exit_2(sglang, run, monkeypatch):
+    monkeypatch.setenv("KVLAB_PATCH", "fasst")
+    done = run(sglang, "serve")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "'fasst' is not a strategy" in done.stderr
+
+
+def test_the_diff_applies_and_compiles(sglang, run):
+    done = run(sglang, "patch", "diff")
+    assert done.returncode == 0, done.stderr
+    applied = subprocess.run(
+        ["patch", "-p1", "--dry-run", "-d", str(sglang)], input=done.stdout, capture_output=True, text=True
+    )
+    assert applied.returncode == 0, applied.stdout + applied.stderr
+    subprocess.run(["patch", "-p1", "-s", "-d", str(sglang)], input=done.stdout, text=True, check=True)
+    text = (sglang / "sglang/srt/layers/attention/flashinfer_mla_backend.py").read_text(encoding="utf-8")
+    compile(text, "edited", "exec")
+    assert text.count("cast_active_rows(") == 2
+    assert ".to(" not in text.replace("torch.", "")
+    # The seam sees that there is nothing left to do.
+    states = json.loads(run(sglang, "patch", "status", "--json").stdout)["sites"]
+    assert "already fixed" in next(s for s in states if s["site"] == "flashinfer_mla.decode")["reason"]
+
+
+def test_without_sglang(tmp_path, run):
+    for args in (("patch", "diff"), ("serve",)):
+        done = run(tmp_path, *args)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "sglang: not installed" in done.stderr
+
+
+# A server.
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Answers /generate with tokens that depend on the prompt, and on `shift` as another server would."""
+
+    shift = 0
+    is_random = False
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids, n = asked["input_ids"], asked["sampling_params"]["max_new_tokens"]
+        assert asked["sampling_params"]["temperature"] == 0
+        out = [(sum(ids) * (i + 1)) % 997 for i in range(n)]
+        if len(ids) > 100:
+            out[3] += type(self).shift
+        if type(self).is_random:
+            out[0] = type(self).counter = getattr(type(self), "counter", 0) + 1
+        body = json.dumps({"output_ids": out, "text": ""}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        return
+
+
+@pytest.fixture
+def server():
+    class Mine(Server):
+        pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mine) as it:
+        thread = threading.Thread(target=it.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{it.server_port}", Mine
+        it.shutdown()
+        thread.join()
+
+
+def test_verify_before_and_after(server, sglang, tmp_path, run):
+    url, kind = server
+    saved = tmp_path / "before.json"
+    first = run(sglang, "patch", "verify", "--url", url, "--save", str(saved), "--json")
+    assert first.returncode == 0, first.stderr
+    assert len(json.loads(first.stdout)["tokens"]) == len(verify.prompts())
+    same = run(sglang, "patch", "verify", "--url", url, "--against", str(saved), "--json")
+    assert same.returncode == 0
+    found = json.loads(same.stdout)
+    assert found["identical"] is True
+    assert found["prompts"] == 4
+    assert found["first_difference"] is None
+    kind.shift = 1
+    other = run(sglang, "patch", "verify", "--url", url, "--against", str(saved), "--json")
+    assert other.returncode == 1
+    assert json.loads(other.stdout)["first_difference"] == [2, 3]
+
+
+def test_verify_refuses_what_cannot_be_compared(server, tmp_path, monkeypatch):
+    url, kind = server
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    kind.is_random = True
+    with pytest.raises(BadInput, match="gives other greedy tokens each time"):
+        verify.measure(url, 4)
+    with pytest.raises(BadInput, match="does not answer"):
+        verify.measure("http://127.0.0.1:9", 4)
+    with pytest.raises(BadInput, match="no server address"):
+        verify.port_of("nonsense")
+    (tmp_path / "x.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(BadInput, match="not a measurement of patch verify"):
+        verify.load(tmp_path / "x.json")
+    with pytest.raises(BadInput, match="No such file"):
+        verify.load(tmp_path / "none.json")
+
+
+def said(whose, **changes):
+    return {
+        "pid": whose,
+        "started": runfiles._started(whose),
+        "server": {"port": 30000, "tp_rank": 0},
+        "sglang": "0.5.23",
+        "sites": [{"site": "fa3.decode", "state": "patched", "reason": "", "line": 1}],
+        "strategy": "exact",
+        "chosen": {"fa3.decode": {"strategy": "shadow", "reason": ""}},
+        "note": "",
+        "scratch_bytes": 5,
+        "counters": {"calls": {"fa3.decode": {"shadow": 7}}, "fallbacks": {"why": 1}, "bytes_avoided": 10},
+        **changes,
+    }
+
+
+def test_status_of_a_running_server_sums_its_ranks(sglang, run):
+    run_dir = sglang / "run"
+    run_dir.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        for pid, rank in ((os.getpid(), 1), (other.pid, 0)):
+            text = json.dumps(said(pid, server={"port": 30000, "tp_rank": rank}))
+            (run_dir / f"{pid}.json").write_text(text, encoding="utf-8")
+        gone = run_dir / "999999999.json"
+        gone.write_text(json.dumps(said(os.getpid(), pid=999999999, started="1")), encoding="utf-8")
+        done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000", "--json")
+        assert done.returncode == 0, done.stderr
+        other.communicate(b"\n")
+    found = json.loads(done.stdout)
+    assert found["counters"]["calls"] == {"fa3.decode": {"shadow": 14}}
+    assert found["counters"]["fallbacks"] == {"why": 2}
+    assert found["counters"]["bytes_avoided"] == 20
+    assert [r["tp_rank"] for r in found["ranks"]] == [0, 1]
+    # A process that is gone is no rank, and its file is swept.
+    assert not gone.exists()
+    words = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000").stdout
+    assert "fa3.decode: patched with shadow" in words
+
+
+def test_status_of_a_server_that_wrote_nothing(sglang, run):
+    done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30001")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "it runs unpatched" in done.stderr
+
+
+def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch):
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path / "run"))
+    runtime = Runtime("exact", is_strict=False, version="0.5.23")
+    file = runfiles.RunFile(lambda: {"sglang": "0.5.23", "counters": {}}, runtime)
+    file.changed(True)
+    assert not (tmp_path / "run").exists()  # a process that serves nothing writes nothing
+    runtime.server = {"port": 30000}
+    file.changed(True)
+    assert [f.name for f in (tmp_path / "run").iterdir()] == [f"{os.getpid()}.json"]
+    assert (tmp_path / "run").stat().st_mode & 0o077 == 0
+    assert runfiles.running(30000)[0]["sglang"] == "0.5.23"
+    assert runfiles.running(30001) == []
+    (tmp_path / "run" / f"{os.getpid()}.json").unlink()
+    monkeypatch.setattr(Path, "write_text", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
+    file.changed(True)  # no room: given up, nothing raised
+    file.changed(True)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_entry_point_is_the_one_that_sglang_loads():
+    from importlib.metadata import entry_points
+
+    text = textwrap.dedent((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert '[project.entry-points."sglang.srt.plugins"]\nkvlab = "kvlab.patch.plugin:register"' in text
+    for entry in entry_points(group="sglang.srt.plugins", name="kvlab"):
+        assert callable(entry.load())
