@@ -27,6 +27,7 @@ class Args(msgspec.Struct, gc=False):
     """The arguments of an event that kvlab uses; the others are skipped, not stored."""
 
     correlation: int = -1
+    external: int = msgspec.field(default=-1, name="External id")
     grid: tuple[int, ...] | None = None
     block: tuple[int, ...] | None = None
     stream: int | None = None
@@ -224,6 +225,7 @@ def _lenient(raw: dict[str, Any]) -> Event:
         dur=_number(raw.get("dur"), 0.0),
         args=Args(
             correlation=int(_number(args.get("correlation"), -1)),
+            external=int(_number(args.get("External id"), -1)),
             grid=_dims(args.get("grid")),
             block=_dims(args.get("block")),
             stream=int(_number(args["stream"], 0)) if "stream" in args else None,

@@ -100,16 +100,18 @@ def _annotated(trace: Trace, rank: Rank, pattern: re.Pattern[str]) -> list[Ancho
     wanted = {i for i in wanted if not trace.names[i].startswith("step[DRAFT")}
     if not wanted:
         return []
-    gpu: list[Anchor] = []
+    # A step has one projection on each stream it used, with the annotation's id: the longest is the step itself,
+    # the others may reach into its neighbours (copies that run ahead).
+    longest: dict[object, int] = {}
     for i in range(len(host)):
         if host.kind[i] == GPU_NOTE and host.name[i] in wanted:
-            start, label, end = host.start[i], trace.names[host.name[i]], host.start[i] + host.dur[i]
-            if gpu and gpu[-1][1] == label and start < (gpu[-1][2] or 0.0):
-                gpu[-1] = (gpu[-1][0], label, max(end, gpu[-1][2] or 0.0))  # the same step on another stream
-            else:
-                gpu.append((start, label, end))
-    if gpu:
-        return gpu
+            key: object = host.corr[i] if host.corr[i] >= 0 else ("of its own", i)
+            if key not in longest or host.dur[i] > host.dur[longest[key]]:
+                longest[key] = i
+    if longest:
+        return sorted(
+            (host.start[i], trace.names[host.name[i]], host.start[i] + host.dur[i]) for i in longest.values()
+        )
     notes = [i for i in range(len(host)) if host.kind[i] == NOTE and host.name[i] in wanted]
     return _by_launch(trace, rank, notes)
 

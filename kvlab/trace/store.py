@@ -59,7 +59,10 @@ class Kernels:
 
 @dataclass(slots=True)
 class HostEvents:
-    """Operators, Python frames, runtime calls and annotations of one rank, ordered by start."""
+    """Operators, Python frames, runtime calls and annotations of one rank, ordered by start.
+
+    `corr`: a runtime call's correlation id, an annotation's external id, which its GPU counterparts share.
+    """
 
     kind: array = field(default_factory=lambda: array("b"))
     name: array = field(default_factory=lambda: array("i"))
@@ -199,6 +202,9 @@ class Builder:
         h.name.extend(map(self.names.__getitem__, map(_name, events)))
         h.track.extend(map(self.tracks.__getitem__, map(_track, events)))
         h.corr.extend(_int64(list(map(_corr, args))))
+        for i, kind in enumerate(h.kind[first:]):
+            if kind >= NOTE:
+                h.corr[first + i] = _int64([args[i].external])[0]
         for i, a in enumerate(args):
             # Shapes matter for the casts alone; those of every operator would not fit a bounded memory.
             if len(a.dims) and events[i].name in _COPIES:

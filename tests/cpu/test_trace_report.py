@@ -48,8 +48,9 @@ def shifted(events, us, ids, **changes):
         e = copy.deepcopy(e)
         if "ts" in e:
             e["ts"] += us
-        if "correlation" in e.get("args", {}):
-            e["args"]["correlation"] += ids
+        for key in ("correlation", "External id"):
+            if key in e.get("args", {}):
+                e["args"][key] += ids
         out.append({**e, **changes})
     return out
 
@@ -272,6 +273,15 @@ def test_three_steps_are_told_apart(raw, recorded_step, how, events, found_by):
         assert not r.cuda_graphs
         assert r.step_ms == pytest.approx(90.0)
         assert r.predicted_step_ms == pytest.approx(90.0 - recorded_step.kv_cast.ms_per_step, rel=0.001)
+
+
+def test_a_copy_that_runs_ahead_on_another_stream_does_not_join_two_steps(raw):
+    events = three_steps(raw, raw["traceEvents"])
+    for k, e in enumerate(e for e in events if e.get("cat") == "gpu_user_annotation" and e["tid"] == 146):
+        e["ts"] -= 40_000.0 * k
+    r = report(made(raw, events))
+    assert (r.steps, r.steps_found_by) == (3, "SGLang's step annotations")
+    assert r.wall_ms == pytest.approx(90.0)
 
 
 def test_steps_by_kernels_alone_without_graphs(raw):
