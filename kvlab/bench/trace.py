@@ -30,6 +30,8 @@ class Reading(msgspec.Struct, kw_only=True, frozen=True):
     """One reader: medians over the rounds. `answer` is what it says of the cast, in its own words."""
 
     seconds: float
+    cpu_seconds: float
+    """Of its processes together: what a busy machine does not stretch as much."""
     peak_bytes: int
     """Resident memory, summed over its processes."""
     answer: Any
@@ -45,10 +47,14 @@ class TraceRun(msgspec.Struct, kw_only=True, frozen=True):
     file_bytes: int
     events: int
     cpus: int
+    load: float
+    """Processes that wanted to run, over the last minute: above `cpus` the measurement was not alone."""
     rounds: int
     readers: dict[str, Reading]
     speedup: float
     """json.load's time over `read`'s."""
+    cpu_speedup: float
+    """The same of CPU time, which is what one process would take."""
     memory_share: float
     """`read`'s peak over the file's size."""
 
@@ -93,11 +99,13 @@ answer = {'temporal_breakdown': busy, 'kernel_types': kinds.to_dict('records'),
           'longest': kernels.sort_values('sum (us)', ascending=False).head(1).to_dict('records')}
 """
 _FRAME = """
-import json, sys, time
+import json, os, sys, time
 path = sys.argv[1]
-started = time.perf_counter()
+started, before = time.perf_counter(), os.times()
 {code}
-print('\\n' + json.dumps({{'seconds': time.perf_counter() - started, 'answer': answer}}, default=str))
+took, after = time.perf_counter() - started, os.times()
+cpu = sum(after[:4]) - sum(before[:4])
+print('\\n' + json.dumps({{'seconds': took, 'cpu_seconds': cpu, 'answer': answer}}, default=str))
 """
 
 
@@ -133,7 +141,9 @@ def measure(source: Path, *, size: int, rounds: int = 3, hta: Path | None = None
         cpus=os.cpu_count() or 1,
         rounds=rounds,
         readers=done,
+        load=os.getloadavg()[0],
         speedup=done["json.load"].seconds / done["read"].seconds,
+        cpu_speedup=done["json.load"].cpu_seconds / done["read"].cpu_seconds,
         memory_share=done["read"].peak_bytes / file_bytes,
     )
 
@@ -146,10 +156,16 @@ def _run(python: str, code: str, path: Path) -> dict[str, Any]:
         child = subprocess.Popen(command, stdout=out_file, stderr=err_file)
         while child.poll() is None:
             peak = max(peak, _resident(child.pid))
-            time.sleep(0.01)
+            time.sleep(0.02)
         out, err = (f.seek(0) or f.read() for f in (out_file, err_file))
     if child.returncode:
-        return {"seconds": 0.0, "answer": None, "peak": peak, "error": (err.strip() or "?").splitlines()[-1]}
+        return {
+            "seconds": 0.0,
+            "cpu_seconds": 0.0,
+            "answer": None,
+            "peak": peak,
+            "error": (err.strip() or "?").splitlines()[-1],
+        }
     return {**json.loads(out.strip().splitlines()[-1]), "peak": peak, "error": None}
 
 
@@ -173,6 +189,7 @@ def _median(runs: list[dict[str, Any]]) -> Reading:
     middle = ordered[len(ordered) // 2]
     return Reading(
         seconds=middle["seconds"],
+        cpu_seconds=middle["cpu_seconds"],
         peak_bytes=max(r["peak"] for r in runs),
         answer=middle["answer"],
         error=middle["error"],

@@ -70,25 +70,33 @@ class Events:
         """What followed the last complete event where it was not."""
 
     def __iter__(self) -> Iterator[list[Event]]:
-        buf = b"" if self._inside else self._header()
-        eof = False
-        while True:
-            events, used, self.closed = self._take(buf, eof)
+        held = [b"" if self._inside else self._header()]
+        for piece in self._pieces:
+            events, rest = self._fast(held, piece)
+            if events is None:
+                if rest is None:
+                    held.append(piece)  # no end of an event in it
+                    if sum(map(len, held)) > LIMIT:
+                        raise BadInput(
+                            f"{self._name}: no end of an event within {LIMIT >> 20} MiB; not a trace"
+                        )
+                    continue
+                buf = b"".join((*held, piece))
+                events, used, self.closed = self._slowly(buf)
+                rest = buf[used:]
+            if events:
+                yield events
+            held = [rest or b""]
+            if self.closed:
+                break
+        buf = b"".join(held)
+        while not self.closed and buf:
+            events, used, self.closed = self._slowly(buf)
             if events:
                 yield events
             buf = buf[used:]
-            if self.closed or (eof and not used):
-                break
             if not used:
-                if len(buf) > LIMIT:
-                    raise BadInput(f"{self._name}: no end of an event within {LIMIT >> 20} MiB; not a trace")
-                more = next(self._pieces, b"")
-                eof = not more
-                # Grow by at least half, or an event of many chunks would be tried once for each chunk.
-                while not eof and len(more) < len(buf) // 2:
-                    piece = next(self._pieces, b"")
-                    more, eof = more + piece, not piece
-                buf += more
+                break
         if self.closed:
             self._footer(buf)
         else:
@@ -99,6 +107,25 @@ class Events:
             )
         if self.skipped:
             self.notes.append(f"{self.skipped} malformed events left out")
+
+    def _fast(self, held: list[bytes], piece: bytes) -> tuple[list[Event] | None, bytes | None]:
+        """The events up to the last end of one in `piece`, and the bytes behind it.
+
+        No events and b"": they need a closer look; no events and None: no event ends in `piece`.
+        """
+        found = None
+        for _, (cut, after) in zip(range(_TRIES), _cuts(piece), strict=False):
+            found = b""
+            try:
+                # One copy: a trace of gigabytes feels each.
+                events = self._decode(b"".join((b"[", *held, memoryview(piece)[:cut], b"]")))
+            except msgspec.ValidationError:
+                break  # not the usual types: no other boundary helps
+            except msgspec.DecodeError:
+                continue
+            self.closed = piece[after - 1 : after] == b"]"
+            return events, piece[after:]
+        return None, found
 
     def _header(self) -> bytes:
         buf = b""
@@ -120,28 +147,11 @@ class Events:
             f"{self._name}: not a trace: no traceEvents array; give a torch-profiler .json or .json.gz"
         )
 
-    def _take(self, buf: bytes, eof: bool) -> tuple[list[Event], int, bool]:
-        """The events of a prefix of `buf`, the bytes used, and whether the array ended there."""
-        rest = buf.lstrip(_SPACE + b",")
-        if rest[:1] == b"]":
-            return [], len(buf) - len(rest) + 1, True
-        tries = 0
-        for cut, after in _cuts(buf):
-            tries += 1
-            if tries > _TRIES:
-                break
-            try:
-                return self._decode(b"[" + buf[:cut] + b"]"), after, buf[after - 1 : after] == b"]"
-            except msgspec.ValidationError:
-                break  # not the usual types: no other boundary helps
-            except msgspec.DecodeError:
-                continue
-        if not tries and not eof:
-            return [], 0, False
-        return self._take_slowly(buf, eof)
+    def _slowly(self, buf: bytes) -> tuple[list[Event], int, bool]:
+        """The complete events of `buf`, whatever they hold, the bytes used, and whether the array ended.
 
-    def _take_slowly(self, buf: bytes, eof: bool) -> tuple[list[Event], int, bool]:
-        """Event by event, whatever they hold: for odd types, invalid UTF-8 or a malformed event."""
+        For odd types, invalid UTF-8, a malformed event, the end of the array or of the file.
+        """
         events: list[Event] = []
         used, depth, start = 0, 0, 0
         for token in _TOKEN.finditer(buf):
@@ -162,10 +172,6 @@ class Events:
                 if depth == 0:
                     used = token.end()
                     self._append(events, buf[start:used])
-        if used and not eof:
-            # Leave the comma to the next call only once it is there.
-            rest = buf[used:].lstrip(_SPACE)
-            used = len(buf) - len(rest) + (rest[:1] == b",")
         return events, used, False
 
     def _append(self, events: list[Event], text: bytes) -> None:

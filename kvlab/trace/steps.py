@@ -100,8 +100,8 @@ def _annotated(trace: Trace, rank: Rank, pattern: re.Pattern[str]) -> list[Ancho
     wanted = {i for i in wanted if not trace.names[i].startswith("step[DRAFT")}
     if not wanted:
         return []
-    # A step has one projection on each stream it used, with the annotation's id: the longest is the step itself,
-    # the others may reach into its neighbours (copies that run ahead).
+    # A step has one projection on each stream it used, with the annotation's id: the longest is the step
+    # itself, the others may reach into its neighbours (copies that run ahead).
     longest: dict[object, int] = {}
     for i in range(len(host)):
         if host.kind[i] == GPU_NOTE and host.name[i] in wanted:

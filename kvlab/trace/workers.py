@@ -23,6 +23,8 @@ from kvlab.trace.stream import CHUNK
 # Below this a process takes longer to start than to save.
 _LEAST = 32 << 20
 _MOST = 4
+# The part of a stretch that this process reads while the others start.
+_AHEAD = 0.15
 _SEAM = re.compile(rb"}\s*,\s*{")
 
 
@@ -82,7 +84,7 @@ def _bounds(path: Path, size: int, count: int) -> list[tuple[int, int]]:
     ends = []
     with path.open("rb") as file:
         for i in range(1, count):
-            at = size * i // count
+            at = int(size * (i + _AHEAD) / (count + _AHEAD))
             file.seek(at)
             found = _SEAM.search(file.read(1 << 20))
             if not found:

@@ -49,13 +49,15 @@ def _show(run: "TraceRun") -> None:
 
     out = Console(width=110)
     out.print(
-        f"{run.file_bytes / 1e6:,.0f} MB, {run.events:,} events, {run.cpus} CPUs; {run.provenance.date}"
+        f"{run.file_bytes / 1e6:,.0f} MB, {run.events:,} events, {run.cpus} CPUs, "
+        f"load {run.load:.1f}; {run.provenance.date}"
     )
-    table = Table("reader", "seconds", "peak MB", "answer")
+    table = Table("reader", "seconds", "CPU", "peak MB", "answer")
     for name, r in run.readers.items():
-        table.add_row(name, f"{r.seconds:.2f}", f"{r.peak_bytes / 1e6:,.0f}", str(r.error or r.answer)[:300])
+        said = str(r.error or r.answer)[:300]
+        table.add_row(name, f"{r.seconds:.2f}", f"{r.cpu_seconds:.2f}", f"{r.peak_bytes / 1e6:,.0f}", said)
     out.print(table)
     out.print(
-        f"json.load takes {run.speedup:.1f} times as long as read, "
+        f"json.load takes {run.speedup:.1f} times as long as read, {run.cpu_speedup:.1f} times the CPU time, "
         f"which needs {run.memory_share:.0%} of the file's size in memory."
     )
