@@ -73,14 +73,20 @@ def _execute(root: Path, chosen_run: str | None, say: Callable[[str], None]) -> 
 
 def _render(root: Path, chosen_run: str | None, say: Callable[[str], None]) -> None:
     from jupyter_book.sphinx import build_sphinx
+    from sphinx.util.console import nocolor
 
     log = io.StringIO()
     overrides: dict[str, object] = {
         "external_toc_path": (root / "book" / "_toc.yml").as_posix(),
         "latex_individualpages": False,
         "kvlab_run": chosen_run or "",
+        # Sphinx looks at the pages alone: what renders and decorates them counts as well.
+        "kvlab_code": run.tree_sha256(Path(__file__).parent),
+        "kvlab_static": run.tree_sha256(root / "book" / "_static"),
     }
     # What `jb build . --toc book/_toc.yml -W --keep-going` calls, its status kept from stdout.
+    if not sys.stderr.isatty():
+        nocolor()
     before = os.getcwd()
     os.chdir(root)
     try:

@@ -55,7 +55,10 @@ def template() -> "go.layout.Template":
             "hoverlabel": {"align": "left", "namelength": -1},
             "hovermode": "closest",
             "bargap": 0.3,
-        }
+            "shapedefaults": {"line": {"color": "#7F7F7F", "width": 1.5, "dash": "dot"}},
+            "colorscale": {"sequential": "Cividis"},
+        },
+        data={"heatmap": [{"colorscale": "Cividis"}]},
     )
 
 
@@ -102,6 +105,9 @@ def show(
     if height not in HEIGHTS:
         raise BadInput(f"show(fig, height={height!r}): one of {', '.join(HEIGHTS)}")
     fig.update_layout(template=template(), height=HEIGHTS[height], autosize=True)
+    for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
+        if axis.type == "log" and axis.dtick is None:
+            axis.dtick = 1
     if fig.layout.title.text:
         # The legend stands above the plot: leave the title its own line.
         fig.update_layout(margin_t=64)

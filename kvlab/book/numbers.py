@@ -86,7 +86,7 @@ _COMMAND = re.compile(
     r"^(?:\$ |[A-Z_]+=\S+ )?(?:python3?|pip|make|kvlab|jb|git|docker|curl)\b|^-{1,2}[a-z][\w-]*(?:[= ]|$)"
 )
 _STRUCTURAL_CALLS = {"recorded", "recorded_file", "reported", "parameter"}
-_FORMAT = re.compile(r"\+?,?(?:\.\d+)?[defg]?(?: \S+)?")
+_FORMAT = re.compile(r"\+?,?(?:\.\d[defg]|[defg])?(?: \S+)?")
 
 
 @functools.cache
@@ -157,7 +157,16 @@ def code(source: str, file: str, line: int) -> list[Orphan]:
 
     Strings that address data (arguments of recorded() and reported(), keys, formats, colours) are no text.
     """
-    body = "\n".join(x if not x.lstrip().startswith(("%", "!")) else "" for x in source.splitlines())
+    lines = source.splitlines()
+    cell_magic = source.lstrip().startswith("%%")
+    magic = [cell_magic or x.lstrip().startswith(("%", "!")) for x in lines]
+    found = [
+        Orphan(file, line + i, "code cell", n)
+        for i, x in enumerate(lines, 1)
+        if magic[i - 1]
+        for n in in_text(x)
+    ]
+    body = "\n".join("" if m else x for x, m in zip(lines, magic, strict=True))
     try:
         tree = ast.parse(body)
     except SyntaxError as e:
@@ -177,7 +186,6 @@ def code(source: str, file: str, line: int) -> list[Orphan]:
                 for x in ast.walk(node.slice)
                 if isinstance(x, ast.Constant) and isinstance(x.value, str)
             }
-    found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant):
             continue

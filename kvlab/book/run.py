@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -203,7 +204,7 @@ def execute(page: Page, folder: Path, parameters: Mapping[str, Any], root: Path)
                     kernel_name="python3",
                     progress_bar=False,
                     cwd=root,
-                    extra_arguments=["--log-level=ERROR"],
+                    extra_arguments=["--log-level=CRITICAL"],
                 )
         except PapermillExecutionError as e:
             raise CellFailed(_failed(page, out, e)) from None
@@ -218,7 +219,7 @@ def execute(page: Page, folder: Path, parameters: Mapping[str, Any], root: Path)
                 ]
             if "injected-parameters" in cell.metadata.get("tags", []):
                 cell.metadata.tags.append("remove-cell")
-        provenance = collect(["python", "-m", "kvlab", "book", "run"])
+        provenance = collect(["python", "-m", "kvlab", *sys.argv[1:]])
         done.metadata.pop("papermill", None)
         done.metadata["kvlab"] = {
             "page": page.name,
@@ -245,6 +246,9 @@ def _inputs(modules: Sequence[str]) -> list[str]:
         if PACKAGE not in module.parents and module.parent != PACKAGE:
             continue
         found.add(module)
+        if module.parent == Path(__file__).parent:
+            # The book's own data (names.yml) says what may be written, not what a cell computes.
+            continue
         found.update(p for p in module.parent.iterdir() if p.is_file() and p.suffix not in (".py", ".pyc"))
     return sorted(p.relative_to(PACKAGE.parent).as_posix() for p in found)
 
@@ -304,9 +308,11 @@ def run_all(
 ) -> Iterator[Executed]:
     """Execute pages one by one (timings must not compete) into a folder that appears when all are done."""
     executed_root(root).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=executed_root(root)) as work:
+    work = Path(tempfile.mkdtemp(prefix=".new-", dir=executed_root(root)))
+    try:
         for page in chapters:
-            yield execute(page, Path(work), parameters[page.name], root)
-        if folder.exists():
-            shutil.rmtree(folder)
-        shutil.copytree(work, folder)
+            yield execute(page, work, parameters[page.name], root)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -22,6 +22,9 @@ from kvlab.errors import BadInput
 VALUES_PAGE = "book/where-numbers-come-from"
 _VAL = re.compile(r"\\val\{([^{}]*)\}")
 _EVERYTHING = "*"
+_THEBE = re.compile(
+    r'<script type="text/x-thebe-config">.*?</script>|<script>kernelName = .*?</script>', re.S
+)
 
 
 class Library:
@@ -204,7 +207,7 @@ class NumbersInMath(SphinxTransform):
         docname = self.env.docname
         try:
             owner, name, value = library().find(target, library().page_of(docname))
-            shown = units.to_tex(format(value, spec))
+            shown = units.to_tex(format(value, spec), words=isinstance(value.value, str))
         except BadInput as e:
             self.document.reporter.error(f"\\val{{{m[1]}}}: {e}")
             return m[0]
@@ -360,7 +363,9 @@ def _table(
 def _page_scripts(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """No Thebe; plotly only on a page that has a figure; no list role whose children are no list items."""
     if "body" in context:
-        context["body"] = context["body"].replace('<div role="list" class="citation-list">', "<div>")
+        context["body"] = _THEBE.sub("", context["body"]).replace(
+            '<div role="list" class="citation-list">', "<div>"
+        )
     context["script_files"][:] = [s for s in context["script_files"] if "thebe" not in _script(s)]
     context["css_files"][:] = [
         c for c in context["css_files"] if "thebe" not in str(getattr(c, "filename", c))
@@ -377,6 +382,8 @@ def _script(script: Any) -> str:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("kvlab_run", "", "env")
+    app.add_config_value("kvlab_code", "", "env")
+    app.add_config_value("kvlab_static", "", "html")
     app.connect("builder-inited", _load, priority=100)
     app.connect("env-get-outdated", _outdated)
     app.connect("env-purge-doc", _purge)

@@ -127,6 +127,8 @@ def write(value: Scalar, unit: str | None, spec: str = "") -> str:
 
 
 def _digits(n: int | float, number: str) -> str:
+    if isinstance(n, float) and n.is_integer() and number in ("", ","):
+        n = int(n)
     if number:
         return format(n, number).replace("-", "\u2212")
     if isinstance(n, int):
@@ -146,8 +148,10 @@ def _suffix(unit: str | None) -> str:
     return NBSP + ("µs" if unit == "us" else unit)
 
 
-def to_tex(shown: str) -> str:
+def to_tex(shown: str, *, words: bool = False) -> str:
     """What `write` gave, for math: `856.3\\,\\mathrm{MB}`."""
+    if words:
+        return f"\\text{{{shown}}}"
     out = []
     for part in shown.split(" = "):
         number, _, unit = part.partition(NBSP)

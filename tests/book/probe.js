@@ -16,7 +16,7 @@ window.probe = {
           if (t.type === "bar" || t.type.startsWith("scatter")) out.data = pairs(t.x, t.y);
           else if (t.type === "pie") out.data = t.values.length;
           else if (t.type === "heatmap") out.data = [...t.z].reduce((n, row) => n + row.length, 0);
-          const groups = [...gd.querySelectorAll("g.trace")];
+          const groups = [...gd.querySelectorAll("g.trace, g.hm")];
           const bound = (g) => g.__data__ && g.__data__[0] && g.__data__[0].trace;
           const group = groups.find((g) => bound(g) && bound(g).uid === t.uid)
             || groups.find((g) => [...g.classList].some((c) => c.endsWith(t.uid)));

@@ -174,6 +174,18 @@ def test_only_the_page_that_changed_is_rendered(again):
     assert "genindex.html" not in changed
 
 
+def test_changed_style_reaches_the_pages(again):
+    css = again.root / "book" / "_static" / "kvlab.css"
+    css.write_text(css.read_text() + "\n.kv-new { color: red; }\n")
+    before = again.stamps()
+    again.build()
+    assert ".kv-new" in (again.root / "_build" / "html" / "_static" / "kvlab.css").read_text()
+    # The style's address carries its digest: the pages were written again, not executed again.
+    after = again.stamps()
+    assert after["chapter.html"] != before["chapter.html"]
+    assert after["chapter.ipynb"] == before["chapter.ipynb"]
+
+
 def test_page_with_a_typed_copy_fails(small):
     small.write("chapter", CHAPTER + "\nThat is 800.0 us.\n")
     for _ in range(2):
@@ -284,3 +296,27 @@ def test_serve_without_a_book_and_outside_a_checkout(small, tmp_path):
     done = kvlab("book", "build", cwd="/")
     assert done.returncode == 2
     assert "run this in a checkout" in done.stderr
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch):
+    import importlib.util
+
+    from kvlab.commands import book
+    from kvlab.errors import BadInput
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "papermill" else find(n))
+    with pytest.raises(
+        BadInput, match=r"needs papermill; install kvlab with its extra, e\.g\. pip install '\.\[book\]'"
+    ):
+        book.build()
+
+
+def test_writing_a_page_needs_no_plotly_and_no_torch_until_used():
+    import subprocess
+    import sys
+
+    heavy = ("plotly", "torch", "papermill", "sphinx")
+    code = f"import sys, kvlab.book; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

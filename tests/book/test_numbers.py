@@ -59,6 +59,8 @@ TYPED = {
     "code cell, f-string": CELL + 'print(f"{v:.1f ms} of 95.6 ms")\n```',
     "code cell, figure title": CELL + 'fig.update_layout(title="The 64.6 ms")\n```',
     "code cell, parsed string": CELL + 'x = float("64.6")\n```',
+    "code cell, shell": CELL + "!echo 64.6 ms\n```",
+    "code cell, magic": CELL + "%%bash\necho 64.6 ms\n```",
     "code cell, keyword": CELL + "fig.update_layout(height=400)\n```",
 }
 

@@ -27,9 +27,11 @@ def figures_of(page):
     )
 
 
-def serious(page):
+def serious(page, **options):
     # Without preload: axe would fetch the theme's imported stylesheets from the wrong folder.
-    found = Axe().run(page, options={"preload": False}).response["violations"]
+    # The inside of a figure is one image to a reader who does not see it: its frame carries the words.
+    frames = {"exclude": [[".js-plotly-plot"]]}
+    found = Axe().run(page, frames, options={"preload": False, **options}).response["violations"]
     return [
         f"{v['id']}: {v['help']}: {n['html'][:160]}"
         for v in found
@@ -71,7 +73,8 @@ def test_page_over_loopback(docname, visit, served):
     assert max(map(int, ground.strip("rgb()").split(", ")[:3])) < 80
     assert page.evaluate("probe.lightOutputs()") == 0
     assert page.evaluate("probe.lowContrast()") == []
-    assert serious(page) == []
+    # Only colours differ from the light page.
+    assert serious(page, runOnly=["color-contrast"]) == []
 
     page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_timeout(600)

@@ -155,6 +155,8 @@ def test_bad_reference_is_one_line(data, call, says):
         (827.8186, "us", ".2f ms", "0.83 ms"),
         (0.00123456, None, "", "0.00123"),
         (1.0344e12, "B/s", ".2f TB/s", "1.03 TB/s"),
+        (78.0, "casts", "", "78 casts"),
+        (2176.0, None, ",", "2,176"),
         (-3.5, "ms", "", "−3.50 ms"),
         ("NVIDIA H200", None, "", "NVIDIA H200"),
     ],

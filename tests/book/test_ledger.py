@@ -1,0 +1,58 @@
+"""The ledger as a reader sees it: every claim, and every link to the place that decides it."""
+
+import re
+from html import unescape
+
+import pytest
+
+from kvlab.book.ledger import entries, show_ledger
+from kvlab.book.pages import pages
+from kvlab.errors import BadInput
+
+from .conftest import ROOT
+
+NAMES = {p.name for p in pages(ROOT)}
+
+
+def test_every_claim_stands_on_the_page_with_its_verdict(html):
+    page = (html / "book" / "ledger.html").read_text("utf-8")
+    rows = dict(re.findall(r'<tr id="claim-(\w+)">(.*?)</tr>', page, re.S))
+    assert list(rows) == [c.id for c in entries()]
+    for c in entries():
+        shown = unescape(rows[c.id])
+        assert c.quote in shown
+        assert f">{c.verdict}</strong>" in shown
+        assert (c.test is None) or c.test.rpartition("::")[2] in shown
+
+
+def test_every_link_leads_to_a_place_in_the_book(html):
+    page = (html / "book" / "ledger.html").read_text("utf-8")
+    links = re.findall(r'<td><a href="(\w+)\.html#([\w-]+)">', page)
+    assert len(links) == sum("#" in c.page for c in entries()) > 20
+    for name, place in links:
+        assert f'id="{place}"' in (html / "book" / f"{name}.html").read_text("utf-8"), f"{name}#{place}"
+
+
+def test_a_claim_without_a_place_waits_for_a_page_that_is_not_there_yet():
+    for c in entries():
+        name, _, place = c.page.partition("#")
+        assert (name in NAMES) is bool(place), f"{c.id}: {c.page}"
+
+
+def test_pages_quote_the_ledger_and_not_another(html):
+    # Each chapter of the investigation decides some claim.
+    decided = {c.page.partition("#")[0] for c in entries() if "#" in c.page}
+    assert decided == {"symptom", "trace", "memory", "selectivity"}
+
+
+def test_unknown_verdict_and_key_are_refused(tmp_path, monkeypatch):
+    reported = tmp_path / "reported"
+    reported.mkdir()
+    monkeypatch.setenv("KVLAB_DATA", str(tmp_path))
+    claim = "claims:\n- {id: a, quote: q, quantity: q, verdict: %s, why: w, page: p%s}\n"
+    (reported / "claims.yml").write_text(claim % ("perhaps", ""))
+    with pytest.raises(BadInput, match="'a': verdict 'perhaps' is none of confirmed"):
+        show_ledger()
+    (reported / "claims.yml").write_text(claim % ("confirmed", ", value: many"))
+    with pytest.raises(BadInput, match="claim 'a': Expected `float"):
+        entries()
