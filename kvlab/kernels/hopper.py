@@ -39,9 +39,11 @@ class Variant:
     macros: tuple[tuple[str, int], ...]
     fixed_shared: int  # bytes of shared memory beside the ring and the schedule
     ctas_per_sm: int = 1
-    min_span: int = 8  # chunks of CHUNK tokens that a CTA takes at least
+    min_span: int = 8  # chunks of CHUNK tokens that a CTA takes at least, a cluster that many a CTA
     overhead: int = 2  # what starting and ending an item costs, in chunks
-    slack: int = 4  # chunks that a CTA may have more so that it has one item only
+    slack: int = 4  # chunks that a cluster may have more so that it has one item only
+    cluster: int = 1  # CTAs that share an item and add their results up slice by slice
+    min_part: int = 8  # chunks that a CTA of a cluster takes at least
     ring_step: int = 1  # the ring's slots are a multiple of this
     max_ring: int = 1024
 
@@ -49,8 +51,22 @@ class Variant:
         """`flags`: multi, cap, paged, index64, off where not named."""
         given = {"NH": self.columns, "ROPE": rope, "E5M2": is_e5m2, "HALF": is_half}
         given |= {name.upper(): flags.get(name, False) for name in ("multi", "cap", "paged", "index64")}
-        given["FIXED_SHARED"] = self.fixed_shared
+        given |= {"CLUSTER": self.cluster, "FIXED_SHARED": self.fixed_shared}
         return nvrtc.Source(self.file, self.entry, nvrtc.defines(given) + self.macros)
+
+    def ctas(self, device: int) -> int:
+        """CTAs of the persistent grid; clusters of 4 and 8 do not fit into every last SM of a GPC."""
+        sms = _sms(device) * self.ctas_per_sm
+        return sms // 2 * 2 if self.cluster <= 2 else sms // 8 * 8 // self.cluster * self.cluster
+
+    def slots(self, ctas: int) -> int:
+        """Places for partial results: two a CTA, and with clusters two each of those."""
+        return 2 * ctas + (2 * ctas // self.cluster if self.cluster > 1 else 0)
+
+    def workspace_bytes(self, device: int) -> int:
+        """Bytes of scratch: tickets, running maxima and sums, partial results."""
+        slots = self.slots(self.ctas(device))
+        return TICKET_BYTES + slots * self.columns * (8 * self.cluster + RANK * 4)
 
     def layout(self, batch: int) -> tuple[int, int]:
         """Slots of the ring and bytes of dynamic shared memory for this batch."""
@@ -72,10 +88,12 @@ def few_heads(
     registers: int = 0,
     producer_registers: int = 0,
     producers: int = 4,
+    q_shared: bool = False,
     probe: int = 0,
     trace: int = 0,
     min_span: int = 8,
     overhead: int = 2,
+    cluster: int = 1,
 ) -> Variant:
     """mla_few_heads.cu: `groups` groups of `group` warps, each group on its own chunk of tokens."""
     n, warps = columns // 8, group * groups
@@ -83,8 +101,8 @@ def few_heads(
     shared = 16 * groups * 2 * group * n * 32  # exchange
     shared += 16 * groups * tiles * 32  # merge
     shared += (RANK + max(ROPES)) * columns * 2  # q
-    shared += 8 * groups * columns + 8 * 20 * columns + 4 * columns  # ml, table, down
-    shared += 4 * 40 + 16  # scratch, flag
+    shared += 8 * groups * columns + 4 * columns  # ml, down
+    shared += 4 * 40 + 24  # scratch, ready, flag
     macros = {
         "G": group,
         "NG": groups,
@@ -93,6 +111,7 @@ def few_heads(
         "REGISTERS": registers,
         "PRODUCER_REGISTERS": producer_registers,
         "PRODUCERS": producers,
+        "Q_SHARED": q_shared,
         "PROBE": probe,
         "TRACE": trace,
     }
@@ -106,8 +125,31 @@ def few_heads(
         ctas_per_sm,
         min_span,
         overhead,
-        4,
-        math.lcm(groups, producers // 2),
+        ring_step=math.lcm(groups, producers // 2),
+        cluster=cluster,
+    )
+
+
+def many_heads(
+    columns: int, *, producers: int = 4, min_span: int = 8, overhead: int = 4, cluster: int = 1
+) -> Variant:
+    """mla_many_heads.cu: two warpgroups on tiles of 128 tokens, 32 or 64 columns."""
+    shared = (RANK + max(ROPES) + 128) * columns * 2  # q, p
+    shared += 4 * 8 * columns + 4 * 4 * columns  # sums, m, scale, sees, top
+    shared += 4 * 40 + 24  # scratch, ready, flag
+    macros = {"REGISTERS": 224, "PRODUCER_REGISTERS": 56, "PRODUCERS": producers}
+    return Variant(
+        "mla_many_heads.cu",
+        "mla_many_heads",
+        columns,
+        32 * (8 + producers),
+        nvrtc.defines(macros),
+        -(-shared // 1024) * 1024,
+        1,
+        min_span,
+        overhead,
+        ring_step=producers // 2,
+        cluster=cluster,
     )
 
 
@@ -120,16 +162,24 @@ class _Params(ctypes.Structure):
         + [(n, ctypes.c_int64) for n in ("table_stride", "qn_token", "qn_head", "qp_token", "qp_head")]
         + [(n, ctypes.c_int64) for n in ("out_token", "out_head")]
         + [(n, ctypes.c_int) for n in ("row_stride", "num_slots", "bs", "heads", "tokens", "page_size")]
-        + [(n, ctypes.c_int) for n in ("causal", "num_ring", "overhead", "slack", "min_span")]
+        + [(n, ctypes.c_int) for n in ("causal", "num_ring", "overhead", "slack", "min_span", "min_part")]
         + [(n, ctypes.c_float) for n in ("scale", "cap_log2", "lse_factor", "v_scale")]
     )
 
 
-def choose(columns: int) -> Variant:
+def choose(columns: int, batch: int) -> Variant:
     """The measured best variant for this many query columns (heads x query tokens) a request."""
-    if columns <= 8:
-        return few_heads(8, 2, 4)
-    return few_heads(16, 4, 2)
+    held = 8 if columns <= 8 else 16 if columns <= 16 else 32 if columns <= 32 else 64
+    items = batch * -(-columns // held)
+    # As many CTAs an item as leave every cluster one.
+    cluster = 8 if items <= 16 else 4 if items <= 32 else 2 if items <= 66 else 1
+    if held == 8:
+        return few_heads(8, 2, 4, cluster=cluster)
+    if held == 16:
+        return few_heads(
+            16, 2, 4, rounds=2, registers=224, producer_registers=56, q_shared=True, cluster=cluster
+        )
+    return many_heads(held, cluster=cluster)
 
 
 @cache
@@ -175,19 +225,50 @@ def supports(
     return None
 
 
-def workspace_bytes(device: torch.device, columns: int, variant: Variant | None = None) -> int:
-    """Bytes of scratch that a call with this many query columns a request takes on `device`."""
-    variant = variant or choose(columns)
-    ctas = _sms(device.index) * variant.ctas_per_sm
-    return TICKET_BYTES + 2 * ctas * variant.columns * (8 + RANK * 4)
+def workspace_bytes(
+    device: torch.device, columns: int, batch: int | None = None, variant: Variant | None = None
+) -> int:
+    """Bytes of scratch for calls of `batch` requests (None: any number) with these query columns each."""
+    batches = (1, 17, 33, 67) if batch is None else (batch,)
+    variants = [variant] if variant else [choose(columns, n) for n in batches]
+    return max(v.workspace_bytes(device.index) for v in variants)
 
 
-def new_workspace(device: torch.device, columns: int, variant: Variant | None = None) -> torch.Tensor:
-    """Scratch, uint8. Its first bytes are tickets: zero before the first call, and each call leaves them zero.
+def new_workspace(
+    device: torch.device, columns: int, batch: int | None = None, variant: Variant | None = None
+) -> torch.Tensor:
+    """Scratch, uint8. Its first bytes are tickets: zero before the first call, and left zero by each call.
 
     One workspace serves calls that follow each other on a stream; streams that run at once need their own.
     """
-    return torch.zeros(workspace_bytes(device, columns, variant), dtype=torch.uint8, device=device)
+    size = workspace_bytes(device, columns, batch, variant)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def columns_of(heads: int, tokens: int, batch: int, q_indptr: torch.Tensor | None) -> int:
+    """Query columns a request: its heads, times its query tokens where it has several."""
+    return heads * (1 if q_indptr is None else max(1, -(-tokens // max(1, batch))))
+
+
+def specialise(
+    variant: Variant,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor | None,
+    rows: torch.Tensor,
+    active: ActiveSlots,
+    q_indptr: torch.Tensor | None,
+    logit_cap: float,
+) -> nvrtc.Source:
+    """What is compiled for such a call."""
+    return variant.source(
+        0 if q_pe is None else q_pe.shape[-1],
+        rows.dtype == torch.float8_e5m2,
+        q_nope.dtype == torch.float16,
+        multi=q_indptr is not None or q_nope.shape[1] > variant.columns,
+        cap=logit_cap > 0,
+        paged=active.is_paged,
+        index64=active.table.dtype == torch.int64,
+    )
 
 
 def mla_decode(
@@ -209,11 +290,11 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Absorbed MLA decode over FP8 rows on Hopper; equals `reference.mla_attention`.
 
-    q_nope [tokens, heads, 512] and q_pe [tokens, heads, 64] (or None), BF16 or FP16, strides free but the last;
-    rows [slots, 576 (512)] float8_e4m3fn or float8_e5m2, row stride free; `q_indptr` int32 [bs + 1] bounds each
-    request's query tokens (None: one each), causal among themselves. Writes `out` [tokens, heads, 512] of Q's
-    dtype and, where given, `lse` float32 [tokens, heads]: natural logarithm, base 2 with `lse_base2`.
-    A token that sees nothing: out 0, lse -inf. Raises BadInput naming the argument that is wrong.
+    q_nope [tokens, heads, 512] and q_pe [tokens, heads, 64] (or None), BF16 or FP16, all strides but the last
+    free; rows [slots, 576 (512)] float8_e4m3fn or float8_e5m2, row stride free; `q_indptr` int32 [bs + 1]
+    bounds each request's query tokens (None: one each), causal among themselves. Writes `out` [tokens, heads,
+    512] of Q's dtype and, where given, `lse` float32 [tokens, heads]: natural logarithm, base 2 with
+    `lse_base2`. A token that sees nothing: out 0, lse -inf. Raises BadInput naming the argument that is wrong.
     """
     pool = rows_2d("rows", rows)
     device = pool.device
@@ -256,15 +337,15 @@ def mla_decode(
     if not tokens or not heads:
         return out, lse
 
-    columns = heads * (1 if q_indptr is None else max(1, tokens // max(1, active.batch)))
-    variant = variant or choose(columns)
+    columns = columns_of(heads, tokens, active.batch, q_indptr)
+    variant = variant or choose(columns, active.batch)
+    need = workspace_bytes(device, columns, active.batch, variant)
     if workspace is None:
-        workspace = _own_workspace(device, columns, variant)
-    elif workspace.numel() * workspace.element_size() < workspace_bytes(device, columns, variant):
-        need = workspace_bytes(device, columns, variant)
+        workspace = _own_workspace(device, need)
+    elif workspace.numel() * workspace.element_size() < need:
         raise BadInput(f"workspace: expected at least {need} bytes, got {workspace.numel()}")
 
-    ctas = _sms(device.index) * variant.ctas_per_sm
+    ctas = variant.ctas(device.index)
     ring, shared = variant.layout(active.batch)
     base = workspace.data_ptr()
     ml = base + TICKET_BYTES
@@ -278,7 +359,7 @@ def mla_decode(
         q_indptr=None if q_indptr is None else q_indptr.data_ptr(),
         out=out.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
-        partial=ml + 2 * ctas * variant.columns * 8,
+        partial=ml + variant.slots(ctas) * variant.cluster * variant.columns * 8,
         ml=ml,
         tickets=base,
         row_stride=pool.stride(0),
@@ -296,24 +377,17 @@ def mla_decode(
         page_size=active.page_size,
         causal=causal and q_indptr is not None,
         num_ring=ring,
-        overhead=variant.overhead,
-        slack=variant.slack,
-        min_span=variant.min_span,
+        overhead=variant.overhead * variant.cluster,
+        slack=variant.slack * variant.cluster,
+        min_span=variant.min_span * variant.cluster,
+        min_part=variant.min_part,
         scale=scale / logit_cap if logit_cap > 0 else scale / math.log(2),
         cap_log2=logit_cap / math.log(2) if logit_cap > 0 else 0.0,
         lse_factor=1.0 if lse_base2 else math.log(2),
         v_scale=k_scale,
     )
     with torch.cuda.device(device):
-        source = variant.source(
-            width - RANK,
-            pool.dtype == torch.float8_e5m2,
-            q_nope.dtype == torch.float16,
-            multi=q_indptr is not None or heads > variant.columns,
-            cap=logit_cap > 0,
-            paged=active.is_paged,
-            index64=active.table.dtype == torch.int64,
-        )
+        source = specialise(variant, q_nope, q_pe, pool, active, q_indptr, logit_cap)
         kernel = nvrtc.load(source, device.index)
         kernel.launch(ctas, variant.threads, shared, torch.cuda.current_stream(device).cuda_stream, params)
     return out, lse
@@ -322,13 +396,13 @@ def mla_decode(
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def _own_workspace(device: torch.device, columns: int, variant: Variant) -> torch.Tensor:
+def _own_workspace(device: torch.device, need: int) -> torch.Tensor:
     """This stream's workspace; a capture that finds none gets one of the graph's own memory."""
     key = (device.index, torch.cuda.current_stream(device).cuda_stream)
     found = _workspaces.get(key)
-    if found is not None and found.numel() >= workspace_bytes(device, columns, variant):
+    if found is not None and found.numel() >= need:
         return found
-    fresh = new_workspace(device, columns, variant)
+    fresh = torch.zeros(need, dtype=torch.uint8, device=device)
     if not torch.cuda.is_current_stream_capturing():
         _workspaces[key] = fresh
     return fresh

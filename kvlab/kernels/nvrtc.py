@@ -4,6 +4,7 @@ Kernels are package data in `cuda/`. `build` compiles one to a cubin, kept on di
 $KVLAB_CACHE (else $XDG_CACHE_HOME/kvlab, else ~/.cache/kvlab); `load` puts it on a device, once a process.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -87,10 +88,11 @@ def compile_source(source: Source) -> tuple[bytes, str]:
     try:
         options = [o.encode() for o in source.options()]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-        log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+        raw = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = raw.decode(errors="replace").rstrip("\0")
         if status:
             raise CompileError(f"{source.file}: NVRTC {'.'.join(map(str, version()))} says: {log.strip()}")
-        return _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log.rstrip("\0")
+        return _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -119,13 +121,11 @@ def build(source: Source) -> bytes:
         return kept.read_bytes()
     except OSError:
         cubin, _ = compile_source(source)
-    try:
+    with contextlib.suppress(OSError):  # a read-only home costs a compilation a process
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
             part.write(cubin)
         os.replace(part.name, kept)  # another process sees the whole file or none
-    except OSError:
-        pass  # a read-only home costs a compilation a process
     return cubin
 
 

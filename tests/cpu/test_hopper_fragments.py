@@ -5,6 +5,7 @@ import torch
 
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
+PAIR = np.array([0, 1])
 
 
 def ldmatrix4(rows: np.ndarray, column: int, transposed: bool) -> np.ndarray:
@@ -17,7 +18,7 @@ def ldmatrix4(rows: np.ndarray, column: int, transposed: bool) -> np.ndarray:
         if transposed:
             out[:, r, :2], out[:, r, 2:] = matrix[2 * T, G], matrix[2 * T + 1, G]
         else:
-            out[:, r] = matrix[G][LANES[:, None], 2 * T[:, None] + [0, 1]].reshape(32, 4)
+            out[:, r] = matrix[G][LANES[:, None], 2 * T[:, None] + PAIR].reshape(32, 4)
     return out
 
 
@@ -61,7 +62,7 @@ def test_logits_are_tokens_by_heads() -> None:
         a0, a2 = widen(r[:, 2 * piece])
         a1, a3 = widen(r[:, 2 * piece + 1])
         dims = 16 * piece + 4 * T[:, None]
-        b = [q[G[:, None], dims + [0, 1]], q[G[:, None], dims + [2, 3]]]
+        b = [q[G[:, None], dims + PAIR], q[G[:, None], dims + 2 + PAIR]]
         c = mma(c, [a0, a1, a2, a3], b)
     want = k @ q.T
     np.testing.assert_array_equal(c[:, 0], want[G, 2 * T])
@@ -72,7 +73,7 @@ def test_output_is_dims_by_heads() -> None:
     rng = np.random.default_rng(1)
     rows, v = fp8_rows(rng, 32)
     weights = rng.integers(0, 9, (16, 8)).astype(np.float64)  # [tokens, heads], as logits come out
-    b = [transpose8(weights[(G + h)[:, None], 2 * T[:, None] + [0, 1]]) for h in (0, 8)]
+    b = [transpose8(weights[(G + h)[:, None], 2 * T[:, None] + PAIR]) for h in (0, 8)]
     r = ldmatrix4(rows, 0, transposed=True)[:, :, [0, 2, 1, 3]]  # prmt 0x3120
     want = v.T @ weights
     for piece in range(2):

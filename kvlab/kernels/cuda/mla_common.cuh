@@ -1,15 +1,19 @@
 // What both Hopper MLA decode kernels share: parameters, PTX in C, the schedule, the load ring and the merge.
 //
 // Work is cut into chunks of 16 tokens. The items of a step are (request, block of NH query columns), a query
-// column being one head of one query token. All items lie on one line, item after item; CTA b of a persistent
-// grid takes the interval [b * span, (b + 1) * span) of it. Items are as long as their chunks and an overhead,
-// or, where that costs little, padded to whole spans, so that no CTA has two. Lengths are read on the device,
+// column being one head of one query token. All items lie on one line, item after item; cluster u of a persistent
+// grid takes the interval [u * span, (u + 1) * span) of it. Items are as long as their chunks and an overhead,
+// or, where that costs little, padded to whole spans, so that no cluster has two. Lengths are read on the device,
 // so one captured graph serves every length.
+//
+// The CTAs of a cluster share an interval's chunks evenly. They leave their results in global memory, tell each
+// other so, and each adds up a slice of the dims; what several clusters have of an item is added up, slice by
+// slice, by whoever is last. All sums are in a fixed order.
 //
 // Compile-time: NH columns an item, ROPE rope dims (64 or 0), E5M2 (else e4m3), HALF (FP16 Q and out, else
 // BF16), MULTI (several query tokens or more than NH heads; else an item is a request and a column a head), CAP
 // (a logit cap), PAGED (a page table, else ragged), INDEX64 (table entries), PRODUCERS warps that load (2, 4 or
-// 8). NVRTC compiles without any header.
+// 8), CLUSTER CTAs (1, 2, 4 or 8). NVRTC compiles without any header.
 //
 // A step of one short request is over in some thousand cycles, and code that runs once costs about 35 cycles a
 // 128-byte line to fetch: what is not in the loop over chunks is written to be short.
@@ -28,8 +32,12 @@ typedef long long i64;
 #define SLOT_BYTES (CHUNK * ROW_PITCH)
 #define NT (NH / 8)
 #define TILES (RANK / 16 * NT)
-#define MAX_FAN 8     // more parts than this are merged in two levels
-#define TABLE_FAN 20  // parts merged at once at most: 400 CTAs
+#define MAX_FAN 16  // more parts than this are merged in two levels
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
 #define INFINITY_F __int_as_float(0x7f800000)
 // P is kept as 2^(x - m + P_BIAS): as far up in FP16's range as a running maximum that may lag by P_LAG allows.
 #define P_BIAS 8.0f
@@ -44,13 +52,13 @@ struct Params {
     const int* q_indptr;  // [bs + 1] or null: one query token a request
     u16* out;
     float* lse;       // [tokens, heads] or null
-    float4* partial;  // [2 * CTAs][TILES][32] accumulators in fragment order
-    float2* ml;       // [2 * CTAs][NH] running maximum and sum
-    u32* tickets;     // [4 * CTAs], zero between launches
+    float4* partial;  // [slots][TILES][32] accumulators in fragment order; 2 slots a CTA, then 2 a cluster
+    float2* ml;       // [slots][CLUSTER][NH] running maximum and sum
+    u32* tickets;     // [3][CTAs], zero between launches
     i64 table_stride;
     i64 qn_token, qn_head, qp_token, qp_head, out_token, out_head;  // in elements
     u32 row_stride;  // bytes
-    int num_slots, bs, heads, tokens, page_size, causal, num_ring, overhead, slack, min_span;
+    int num_slots, bs, heads, tokens, page_size, causal, num_ring, overhead, slack, min_span, min_part;
     float scale;        // logits per q.k, without log2(e) where there is a cap
     float cap_log2;     // logit_cap * log2(e), 0 for none
     float lse_factor;   // ln 2 for a natural logarithm, 1 for base 2
@@ -79,6 +87,38 @@ __device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
 __device__ __forceinline__ void copy16(u32 dst, const u8* src, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
+#if CLUSTER > 1
+__device__ __forceinline__ int cluster_rank() {
+    int r;
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
+    return r;
+}
+// Say that this CTA's barriers exist; they are all that others touch before they know more.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Arrive at the barrier that CTA `rank` of this cluster has where this CTA has `bar`.
+__device__ __forceinline__ void mbar_arrive_at(u32 bar, int rank) {
+    asm volatile(
+        "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];}" ::"r"(
+            bar),
+        "r"(rank)
+        : "memory");
+}
+__device__ __forceinline__ void mbar_wait_cluster(u32 bar, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(bar), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+#else
+__device__ __forceinline__ int cluster_rank() { return 0; }
+#endif
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -165,6 +205,20 @@ __device__ __forceinline__ float lift(float top) {
 }
 __device__ __forceinline__ float unlift(float l) { return __uint_as_float((254u << 23) - __float_as_uint(l)); }
 
+// The largest magnitude of the five pairs of pairs that the lanes of a warp hold, NaN above all.
+__device__ __forceinline__ float largest(const uint2 (&x)[5]) {
+    u32 most = 0;  // magnitudes order as their bits do
+#pragma unroll
+    for (int j = 0; j < 5; j++) {
+        u32 a = x[j].x & 0x7fff7fffu, b = x[j].y & 0x7fff7fffu;
+        asm("{.reg .b32 m; max.u16x2 m, %1, %2; max.u16x2 %0, %0, m;}" : "+r"(most) : "r"(a), "r"(b));
+    }
+    most = __reduce_max_sync(~0u, most > most << 16 ? most >> 16 : most & 0xffffu);
+    float top, unused;
+    unpack_q(most, top, unused);
+    return top;
+}
+
 // Logit (times log2 e) of a raw dot product.
 __device__ __forceinline__ float logit2(float dot, float scale, float cap_log2) {
     float x = dot * scale;
@@ -177,16 +231,19 @@ __device__ __forceinline__ float logit2(float dot, float scale, float cap_log2) 
 
 struct Item {
     int request, block;   // which request, which block of NH columns
-    int first, last;      // chunks of this CTA's part, [first, last)
+    int first, last;      // chunks of this CTA, [first, last), none maybe
+    int active;           // CTAs of this cluster that have any
     int length;           // the request's tokens
     int q_start, q_len;   // query tokens
-    int cta0, parts;      // CTA of part 0, number of parts
+    int unit0, parts;     // first cluster that has a part, number of parts
+    __device__ __forceinline__ bool is_mine() const { return active == 1 && parts == 1; }
 };
 
 struct Plan {
     // In shared memory: where a request starts on the line [requests + 1], its tokens, where its table starts.
     const int *prefix, *length, *begin;
     int requests, span, overhead, lo, hi;
+    int unit, rank;  // cluster, and CTA in it
 };
 
 __device__ __forceinline__ int q_begin(const Params& p, int r) {
@@ -233,10 +290,10 @@ __device__ __forceinline__ void weigh(const Params& p, int r, int* length, int* 
     load.most = load.most > chunks && blocks ? load.most : chunks;
 }
 
-// Span and overhead: items whole spans long, each CTA part of one at most, where the longest spans that needs
+// Span and overhead: items whole spans long, each cluster part of one at most, where the longest spans that needs
 // are little longer than even ones.
 __device__ __forceinline__ int2 choose_span(const Params& p, const Load& load) {
-    int ctas = gridDim.x, even = divide(load.total, ctas) + 1;
+    int ctas = gridDim.x / CLUSTER, even = divide(load.total, ctas) + 1;
     even = even < p.min_span ? p.min_span : even;
     if (load.items && load.items <= ctas) {
         int whole = divide_up(load.most, divide(ctas, load.items));
@@ -256,63 +313,70 @@ __device__ __forceinline__ int request_weight(const Params& p, int r, int n, int
     return blocks * item_weight((n + CHUNK - 1) / CHUNK, span.x, span.y);
 }
 
+// The prefixes of 32 and more requests; every thread calls it. Returns span and overhead.
+__device__ __noinline__ int2 plan_many(const Params& p, int requests, int* prefix, int* length, int* begin, int* scratch) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    Load load = {0, 0, 0};
+#pragma unroll 1
+    for (int r = threadIdx.x; r < requests; r += blockDim.x) weigh(p, r, length, begin, load);
+    if (threadIdx.x < 3) scratch[threadIdx.x + 36] = 0;
+    __syncthreads();
+    load.total = __reduce_add_sync(~0u, load.total);
+    load.items = __reduce_add_sync(~0u, load.items);
+    load.most = __reduce_max_sync(~0u, load.most);
+    if (lane == 0) {
+        atomicAdd(scratch + 36, load.total);
+        atomicAdd(scratch + 37, load.items);
+        atomicMax(scratch + 38, load.most);
+    }
+    __syncthreads();
+    load.total = scratch[36];
+    load.items = scratch[37];
+    load.most = scratch[38];
+    int2 span = choose_span(p, load);
+    int carry = 0;
+#pragma unroll 1
+    for (int base = 0; base < requests; base += blockDim.x) {
+        int r = base + threadIdx.x, weight = r < requests ? request_weight(p, r, length[r], span) : 0;
+        int sum = warp_scan(weight);
+        if (lane == 31) scratch[warp] = sum;
+        __syncthreads();
+        int before = carry;
+#pragma unroll 1
+        for (int w = 0; w < blockDim.x >> 5; w++) {
+            int s = scratch[w];
+            before += w < warp ? s : 0;
+            carry += s;
+        }
+        if (r < requests) prefix[r] = before + sum - weight;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) prefix[requests] = carry;
+    return span;
+}
+
 // Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens.
 // `scratch` [40] is shared memory. Ends in __syncthreads.
 __device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* begin, int* scratch) {
     Plan plan;
-    int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    Load load = {0, 0, 0};
+    int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0);
     if (requests < 32) {
-        if (warp == 0) {
-            if (lane < requests) weigh(p, lane, length, begin, load);
-            int n = lane < requests ? length[lane] : 0;
+        if (threadIdx.x < 32) {
+            Load load = {0, 0, 0};
+            int r = threadIdx.x;
+            if (r < requests) weigh(p, r, length, begin, load);
+            int n = r < requests ? length[r] : 0;
             load.total = __reduce_add_sync(~0u, load.total);
             load.items = __reduce_add_sync(~0u, load.items);
             load.most = __reduce_max_sync(~0u, load.most);
             int2 span = choose_span(p, load);
-            int weight = lane < requests ? request_weight(p, lane, n, span) : 0;
-            prefix[lane] = warp_scan(weight) - weight;  // lanes past the last request hold the total
-            if (lane == 0) *(int2*)scratch = span;
+            int weight = r < requests ? request_weight(p, r, n, span) : 0;
+            prefix[r] = warp_scan(weight) - weight;  // lanes past the last request hold the total
+            if (r == 0) *(int2*)scratch = span;
         }
     } else {
-#pragma unroll 1
-        for (int r = threadIdx.x; r < requests; r += blockDim.x) weigh(p, r, length, begin, load);
-        if (threadIdx.x < 3) scratch[threadIdx.x + 36] = 0;
-        __syncthreads();
-        load.total = __reduce_add_sync(~0u, load.total);
-        load.items = __reduce_add_sync(~0u, load.items);
-        load.most = __reduce_max_sync(~0u, load.most);
-        if (lane == 0) {
-            atomicAdd(scratch + 36, load.total);
-            atomicAdd(scratch + 37, load.items);
-            atomicMax(scratch + 38, load.most);
-        }
-        __syncthreads();
-        load.total = scratch[36];
-        load.items = scratch[37];
-        load.most = scratch[38];
-        int2 span = choose_span(p, load);
-        int carry = 0;
-#pragma unroll 1
-        for (int base = 0; base < requests; base += blockDim.x) {
-            int r = base + threadIdx.x, weight = r < requests ? request_weight(p, r, length[r], span) : 0;
-            int sum = warp_scan(weight);
-            if (lane == 31) scratch[warp] = sum;
-            __syncthreads();
-            int before = carry;
-#pragma unroll 1
-            for (int w = 0; w < blockDim.x >> 5; w++) {
-                int s = scratch[w];
-                before += w < warp ? s : 0;
-                carry += s;
-            }
-            if (r < requests) prefix[r] = before + sum - weight;
-            __syncthreads();
-        }
-        if (threadIdx.x == 0) {
-            prefix[requests] = carry;
-            *(int2*)scratch = span;
-        }
+        int2 span = plan_many(p, requests, prefix, length, begin, scratch);
+        if (threadIdx.x == 0) *(int2*)scratch = span;
     }
     __syncthreads();
     int2 span = *(int2*)scratch;
@@ -323,13 +387,15 @@ __device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* len
     plan.requests = requests;
     plan.span = span.x;
     plan.overhead = span.y;
-    i64 lo = (i64)blockIdx.x * span.x, hi = lo + span.x;
+    plan.rank = cluster_rank();
+    plan.unit = blockIdx.x / CLUSTER;
+    i64 lo = (i64)plan.unit * span.x, hi = lo + span.x;
     plan.lo = lo < total ? (int)lo : total;
     plan.hi = hi < total ? (int)hi : total;
     return plan;
 }
 
-// The next item that has chunks in [pos, hi) for this CTA; false when there is none.
+// The next item that has chunks in [pos, hi) for this cluster; false when there is none.
 __device__ __forceinline__ bool next_item(const Params& p, const Plan& plan, int& pos, Item& it) {
 #pragma unroll 1
     while (pos < plan.hi) {
@@ -351,8 +417,17 @@ __device__ __forceinline__ bool next_item(const Params& p, const Plan& plan, int
         if (it.last <= it.first) continue;
         it.q_start = q_begin(p, lo);
         it.q_len = MULTI ? q_begin(p, lo + 1) - it.q_start : 1;
-        it.cta0 = divide(start, plan.span);
-        it.parts = divide(start + chunks - 1, plan.span) - it.cta0 + 1;
+        it.unit0 = divide(start, plan.span);
+        it.parts = divide(start + chunks - 1, plan.span) - it.unit0 + 1;
+        it.active = 1;
+        if (CLUSTER > 1) {
+            int each = (it.last - it.first + CLUSTER - 1) / CLUSTER;
+            each = each < p.min_part ? p.min_part : each;
+            it.active = divide_up(it.last - it.first, each);
+            int first = it.first + plan.rank * each, last = first + each;
+            it.first = first < it.last ? first : it.last;
+            it.last = last < it.last ? last : it.last;
+        }
         return true;
     }
     return false;
@@ -415,7 +490,7 @@ __device__ __forceinline__ void produce(const Params& p, const Plan& plan, const
         for (int u = 0; u < 4 && half < end; u++) {
             u32 full = ring.full + slot * 8, data = ring.data + slot * SLOT_BYTES + (w & 1) * 8 * ROW_PITCH;
             mbar_wait(ring.empty + slot * 8, phase);
-#pragma unroll
+#pragma unroll 4
             for (int r = 0; r < 8; r++) {
                 int at = __shfl_sync(~0u, now, 8 * u + r);
                 copy16(data + r * ROW_PITCH + lane * 16, row_at(p, at) + lane * 16, at >= 0);
@@ -495,66 +570,83 @@ __device__ __noinline__ void zero_empty(const Params& p, const Plan& plan, int t
     }
 }
 
-// Add up `n` partial results, `stride` CTAs apart from CTA `cta` on, in that order. All MERGE_WARPS warps call it;
-// the item's result goes to `out` when `is_final`, else back to the first one's place.
+// Where this CTA leaves its result of an item that others have a part of: its own slots in turn, or, where there
+// are no clusters, straight the cluster's.
+__device__ __forceinline__ int unit_slot(const Item& it, int unit) {
+    return (CLUSTER > 1 ? 2 * gridDim.x : 0) + 2 * unit + (unit == it.unit0 ? 1 : 0);
+}
+__device__ __forceinline__ int part_slot(const Plan& plan, const Item& it, int merges) {
+    return CLUSTER > 1 ? 2 * blockIdx.x + (merges & 1) : unit_slot(it, plan.unit);
+}
+
+// Add up `n` partial results in order: slots `from`, from + step + bump, from + 2 * step + bump ...; this CTA's slice
+// of the dims. All MERGE_WARPS warps call it; the result goes to `out` when `to_slot` is negative, else to that
+// slot. A part's sums and its accumulators are loaded at once, so the running maximum is raised on the way.
 #define BATCH 4
-__device__ __noinline__ void merge_parts(const Params& p, const Item& it, int cta, int stride, int n, bool is_final,
-                                         float2* table, int warp) {
-    int lane = threadIdx.x & 31, cta0 = it.cta0;
-    auto slot = [&](int k) { return 2 * (cta + k * stride) + (cta + k * stride == cta0 ? 1 : 0); };
-    for (int i = warp * 32 + lane; i < n * NH; i += MERGE_WARPS * 32)
-        table[i] = __ldcg(&p.ml[(i64)slot(i / NH) * NH + i % NH]);
-    named_sync(1, MERGE_WARPS * 32);
-    int nt = warp % NT, col = 8 * nt + 2 * (lane & 3);
-    const float4* mine = (const float4*)(table + col);  // maximum and sum of two columns
+#define SLICE (RANK / 16 / CLUSTER)
+__device__ __noinline__ void merge_parts(const Params& p, const Item& it, int from, int step, int bump, int n, int rank,
+                                         int ml_rank, int to_slot, int warp) {
+    int lane = threadIdx.x & 31, nt = warp % NT, col = 8 * nt + 2 * (lane & 3);
     Target to = target_of(p, it, col);
     float m0 = -INFINITY_F, m1 = -INFINITY_F, l0 = 0.f, l1 = 0.f;
-#pragma unroll 4
-    for (int k = 0; k < n; k++) {
-        m0 = fmaxf(m0, mine[k * (NH / 2)].x);
-        m1 = fmaxf(m1, mine[k * (NH / 2)].z);
-    }
 #pragma unroll 1
-    for (int base = warp / NT; base < RANK / 16; base += BATCH * (MERGE_WARPS / NT)) {
+    for (int base = warp / NT; base < SLICE; base += BATCH * (MERGE_WARPS / NT)) {
         float4 o[BATCH];
+        m0 = m1 = -INFINITY_F;
+        l0 = l1 = 0.f;
 #pragma unroll
         for (int j = 0; j < BATCH; j++) o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-        l0 = l1 = 0.f;
-#pragma unroll 4
-        for (int k = 0; k < n; k++) {
-            const float4* part = p.partial + ((i64)slot(k) * TILES + nt) * 32 + lane;
-            float4 x[BATCH], c = mine[k * (NH / 2)];
+#pragma unroll 1
+        for (int k0 = 0; k0 < n; k0 += 4) {
+            float4 c[4], x[4][BATCH];
 #pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                int mt = base + j * (MERGE_WARPS / NT);
-                x[j] = mt < RANK / 16 ? __ldcg(part + mt * NT * 32) : o[j];
+            for (int k = 0; k < 4; k++) {
+                int kk = k0 + k < n ? k0 + k : n - 1;
+                i64 slot = from + kk * step + (kk ? bump : 0);
+                const float4* part = p.partial + (slot * TILES + rank * SLICE * NT + nt) * 32 + lane;
+                c[k] = __ldcg((const float4*)(p.ml + (slot * CLUSTER + ml_rank) * NH + col));
+#pragma unroll
+                for (int j = 0; j < BATCH; j++) {
+                    int mt = base + j * (MERGE_WARPS / NT);
+                    x[k][j] = mt < SLICE ? __ldcg(part + mt * NT * 32) : o[j];
+                }
             }
-            float f0 = weight_of(c.x, m0), f1 = weight_of(c.z, m1);
-            l0 += f0 * c.y;
-            l1 += f1 * c.w;
 #pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                o[j].x += f0 * x[j].x;
-                o[j].z += f0 * x[j].z;
-                o[j].y += f1 * x[j].y;
-                o[j].w += f1 * x[j].w;
+            for (int k = 0; k < 4; k++) {
+                if (k0 + k >= n) break;
+                float t0 = fmaxf(m0, c[k].x), t1 = fmaxf(m1, c[k].z);
+                float f0 = weight_of(c[k].x, t0), f1 = weight_of(c[k].z, t1), g0 = weight_of(m0, t0),
+                      g1 = weight_of(m1, t1);
+                m0 = t0;
+                m1 = t1;
+                l0 = l0 * g0 + f0 * c[k].y;
+                l1 = l1 * g1 + f1 * c[k].w;
+#pragma unroll
+                for (int j = 0; j < BATCH; j++) {
+                    o[j].x = o[j].x * g0 + f0 * x[k][j].x;
+                    o[j].z = o[j].z * g0 + f0 * x[k][j].z;
+                    o[j].y = o[j].y * g1 + f1 * x[k][j].y;
+                    o[j].w = o[j].w * g1 + f1 * x[k][j].w;
+                }
             }
         }
         float i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
             int mt = base + j * (MERGE_WARPS / NT);
-            if (mt >= RANK / 16) break;
-            if (is_final) store_out(to, mt, o[j], i0, i1);
-            else p.partial[((i64)slot(0) * TILES + mt * NT + nt) * 32 + lane] = o[j];
+            if (mt >= SLICE) break;
+            mt += rank * SLICE;
+            if (to_slot < 0) store_out(to, mt, o[j], i0, i1);
+            else p.partial[((i64)to_slot * TILES + mt * NT + nt) * 32 + lane] = o[j];
         }
     }
+    named_sync(1, MERGE_WARPS * 32);  // everyone has read the sums, which may be where the result's go
     if (warp < NT && lane < 4) {
-        if (is_final) {
+        if (to_slot >= 0) {
+            *(float4*)(p.ml + ((i64)to_slot * CLUSTER + rank) * NH + col) = make_float4(m0, l0, m1, l1);
+        } else if (rank == 0) {
             store_lse(p, it, col, m0, l0);
             store_lse(p, it, col + 1, m1, l1);
-        } else {
-            *(float4*)(p.ml + (i64)slot(0) * NH + col) = make_float4(m0, l0, m1, l1);
         }
     }
 }
@@ -572,21 +664,34 @@ __device__ __forceinline__ bool last_to_arrive(u32* ticket, int n, int* flag, bo
     return *flag;
 }
 
-// After this CTA stored its part: whoever is last merges. More than MAX_FAN parts merge in two levels.
-__device__ __noinline__ void finish_parts(const Params& p, const Item& it, float2* table, int* flag, int warp) {
-    int part = (int)blockIdx.x - it.cta0, fan = it.parts;
-    bool leader = warp == 0 && (threadIdx.x & 31) == 0;
-    u32* ticket = p.tickets + 2 * it.cta0 + 1;
+// After this CTA stored its part, if it had one. `ready` is this CTA's barrier for its cluster's parts, `merges`
+// how often it was used.
+__device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, const Item& it, u32 ready, int merges,
+                                          int* flag, int warp) {
+    int rank = plan.rank, unit = plan.unit;
+#if CLUSTER > 1
+    if (!merges) cluster_wait();  // the others' barriers exist
+    named_sync(1, MERGE_WARPS * 32);
+    if (threadIdx.x < CLUSTER) mbar_arrive_at(ready, threadIdx.x);
+    mbar_wait_cluster(ready, merges & 1);
+    merge_parts(p, it, 2 * (blockIdx.x - rank) + (merges & 1), 2, 0, it.active, rank, 0,
+                it.parts > 1 ? unit_slot(it, unit) : -1, warp);
+    if (it.parts == 1) return;
+#endif
+    // One ticket a slice. More than MAX_FAN parts merge in two levels.
+    int part = unit - it.unit0, fan = it.parts, units = gridDim.x / CLUSTER;
+    bool leader = threadIdx.x == 0;
+    int first = unit_slot(it, it.unit0);
     if (it.parts > MAX_FAN) {
         fan = MAX_FAN;
         while (fan * fan < it.parts) fan++;
-        int group = part / fan, cta = it.cta0 + group * fan, groups = (it.parts + fan - 1) / fan;
-        int n = it.parts - group * fan < fan ? it.parts - group * fan : fan;
-        if (!last_to_arrive(p.tickets + 2 * cta + (group == 0), n, flag, leader)) return;
-        merge_parts(p, it, cta, 1, n, false, table, warp);
-        if (!last_to_arrive(p.tickets + 2 * gridDim.x + it.cta0, groups, flag, leader)) return;
-        merge_parts(p, it, it.cta0, fan, groups, true, table, warp);
-    } else if (last_to_arrive(ticket, fan, flag, leader)) {
-        merge_parts(p, it, it.cta0, 1, fan, true, table, warp);
+        int group = part / fan, head = it.unit0 + group * fan, groups = (it.parts + fan - 1) / fan;
+        int n = it.parts - group * fan < fan ? it.parts - group * fan : fan, slot = unit_slot(it, head);
+        if (!last_to_arrive(p.tickets + (2 * head + (group == 0)) * CLUSTER + rank, n, flag, leader)) return;
+        merge_parts(p, it, slot, 2, group ? 0 : -1, n, rank, rank, slot, warp);
+        if (!last_to_arrive(p.tickets + (2 * units + it.unit0) * CLUSTER + rank, groups, flag, leader)) return;
+        merge_parts(p, it, first, 2 * fan, -1, groups, rank, rank, -1, warp);
+    } else if (last_to_arrive(p.tickets + (2 * it.unit0 + 1) * CLUSTER + rank, fan, flag, leader)) {
+        merge_parts(p, it, first, 2, -1, fan, rank, rank, -1, warp);
     }
 }

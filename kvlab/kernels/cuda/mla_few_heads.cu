@@ -6,7 +6,7 @@
 // with P. NG groups run unsynchronised on different chunks, each with its own running maximum, and are merged
 // once at the end of an item. Rows stay FP8 until they are in registers.
 //
-// Compile-time: NH, ROPE, E5M2, HALF (see mla_common.cuh), G, NG, MERGE_ROUNDS, MIN_CTAS a SM,
+// Compile-time: those of mla_common.cuh, G, NG, Q_SHARED (Q stays in shared memory, else in registers), MERGE_ROUNDS, MIN_CTAS a SM,
 // REGISTERS and PRODUCER_REGISTERS (or 0), FIXED_SHARED bytes before the ring, PROBE 1 to load only.
 
 #if TRACE
@@ -36,8 +36,8 @@ struct Shared {
     float4 merge[NG * MERGE_TILES * 32];
     uint2 q[G * PIECES][NT][32];
     __align__(16) float2 ml[NG][NH];
-    __align__(16) float2 table[TABLE_FAN * NH];
     float down[NH];  // what undoes a column's lift
+    u64 ready;
     int scratch[40];
     int flag;
 };
@@ -45,7 +45,9 @@ struct Shared {
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
 
 struct State {
+#if !Q_SHARED
     u32 q[PIECES][NT][2];
+#endif
     float acc[LATENT][NT][4];
     float m[NT][2], l[NT][2], scale[NT][2];
     int sees[NT][2];
@@ -68,16 +70,7 @@ __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared&
 #else
         x[4] = x[3];
 #endif
-        u32 most = 0;  // magnitudes order as their bits do, NaN above all
-#pragma unroll
-        for (int j = 0; j < 5; j++) {
-            u32 a = x[j].x & 0x7fff7fffu, b = x[j].y & 0x7fff7fffu;
-            asm("{.reg .b32 m; max.u16x2 m, %1, %2; max.u16x2 %0, %0, m;}" : "+r"(most) : "r"(a), "r"(b));
-        }
-        most = __reduce_max_sync(~0u, most > most << 16 ? most >> 16 : most & 0xffffu);
-        float top, unused;
-        unpack_q(most, top, unused);
-        float up = lift(top);
+        float up = lift(largest(x));
         if (lane == 0) sh.down[col] = unlift(up);
 #pragma unroll
         for (int j = 0; j < (ROPE ? 5 : 4); j++) {
@@ -93,16 +86,23 @@ __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared&
     named_sync(1, WARPS * 32);
 }
 
+// A warp's piece k of its own dims, as a piece of all.
+__device__ __forceinline__ int piece_of(int w, int k) {
+    return k < LATENT ? w * LATENT + k : RANK / 16 + w * ROPE_PIECES + k - LATENT;
+}
+
 __device__ __forceinline__ void load_q(const Params& p, const Item& it, Shared& sh, State& st, int w) {
     int lane = threadIdx.x & 31, t = lane & 3;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
+#if !Q_SHARED
 #pragma unroll
         for (int k = 0; k < PIECES; k++) {
-            uint2 x = sh.q[k < LATENT ? w * LATENT + k : RANK / 16 + w * ROPE_PIECES + k - LATENT][n][lane];
+            uint2 x = sh.q[piece_of(w, k)][n][lane];
             st.q[k][n][0] = x.x;
             st.q[k][n][1] = x.y;
         }
+#endif
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             st.scale[n][i] = p.scale * sh.down[8 * n + 2 * t + i];
@@ -111,12 +111,20 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& it, Shared& 
     }
 }
 
-__device__ __forceinline__ void qk_piece(float (&s)[NT][4], const State& st, int k, u32 r0, u32 r1) {
+__device__ __forceinline__ void qk_piece(float (&s)[NT][4], const Shared& sh, const State& st, int w, int k, u32 r0,
+                                         u32 r1) {
     u32 a[4];
     widen(r0, a[0], a[2]);
     widen(r1, a[1], a[3]);
 #pragma unroll
-    for (int n = 0; n < NT; n++) mma(s[n], a, st.q[k][n][0], st.q[k][n][1]);
+    for (int n = 0; n < NT; n++) {
+#if Q_SHARED
+        uint2 q = sh.q[piece_of(w, k)][n][threadIdx.x & 31];
+        mma(s[n], a, q.x, q.y);
+#else
+        mma(s[n], a, st.q[k][n][0], st.q[k][n][1]);
+#endif
+    }
 }
 
 // One chunk: rows at shared address `rows` (this lane's ldmatrix row and column added), tokens from `token` on.
@@ -135,8 +143,8 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
     for (int k = 0; k < LATENT; k += 2) {
         u32 r[4];
         ldmatrix4(r, latent + k * 16);
-        qk_piece(s[0], st, k, r[0], r[1]);
-        qk_piece(s[1], st, k + 1, r[2], r[3]);
+        qk_piece(s[0], sh, st, w, k, r[0], r[1]);
+        qk_piece(s[1], sh, st, w, k + 1, r[2], r[3]);
     }
 #if ROPE
 #pragma unroll
@@ -144,8 +152,8 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
         u32 r[4];
         if (k + 1 < ROPE_PIECES) ldmatrix4(r, rope + k * 16);
         else ldmatrix2(r, rope + k * 16);
-        qk_piece(s[0], st, LATENT + k, r[0], r[1]);
-        if (k + 1 < ROPE_PIECES) qk_piece(s[1], st, LATENT + k + 1, r[2], r[3]);
+        qk_piece(s[0], sh, st, w, LATENT + k, r[0], r[1]);
+        if (k + 1 < ROPE_PIECES) qk_piece(s[1], sh, st, w, LATENT + k + 1, r[2], r[3]);
     }
 #endif
 #pragma unroll
@@ -246,10 +254,10 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
 }
 
 // Add the groups' results up; the item's result goes to `out`, or this CTA's part of it to `partial`.
-__device__ __forceinline__ void finish_item(const Params& p, const Item& it, Shared& sh, State& st, int group, int w) {
+__device__ __forceinline__ void finish_item(const Params& p, const Item& it, Shared& sh, State& st, i64 slot, int group,
+                                            int w) {
     int lane = threadIdx.x & 31, t = lane & 3, warp = group * G + w;
-    bool whole = it.parts == 1;
-    i64 slot = 2 * blockIdx.x + ((int)blockIdx.x == it.cta0 ? 1 : 0);
+    bool whole = it.is_mine();
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1)
 #pragma unroll
@@ -294,10 +302,8 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
         }
         float i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
         Target to = target_of(p, it, col);
-#pragma unroll
-        for (int i = 0; i < (MERGE_TILES + WARPS - 1) / WARPS; i++) {
-            int q = warp / NT + i * (WARPS / NT);
-            if (MERGE_TILES % WARPS && q >= MERGE_TILES / NT) break;
+#pragma unroll 1
+        for (int q = warp / NT; q < MERGE_TILES / NT; q += WARPS / NT) {
             int mt = q / per_round * LATENT + r * per_round + q % per_round;
             float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -316,17 +322,16 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
                 store_lse(p, it, col, m0, l0);
                 store_lse(p, it, col + 1, m1, l1);
             } else {
-                *(float4*)(p.ml + slot * NH + col) = make_float4(m0, l0, m1, l1);
+                *(float4*)(p.ml + slot * CLUSTER * NH + col) = make_float4(m0, l0, m1, l1);
             }
         }
     }
     STAMP(6);
-    if (!whole) finish_parts(p, it, sh.table, &sh.flag, warp);
 }
 
 // One item's chunks, of which `done` lie before it in this CTA.
-__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, int warp,
-                                        int done, int& round) {
+__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, int slot_out,
+                                        int warp, int done, int& round) {
     int lane = threadIdx.x & 31, group = warp / G, w = warp % G;
     u32 lane_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
     State st;
@@ -366,11 +371,10 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
         }
     }
     STAMP(4);
-    finish_item(p, it, sh, st, group, w);
-    STAMP(7);
+    finish_item(p, it, sh, st, slot_out, group, w);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) mla_few_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla_few_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
     u8* at = dynamic + FIXED_SHARED;
@@ -390,10 +394,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) mla_few_heads(co
         mbar_init(ring.full + threadIdx.x * 8, FULL_ARRIVALS);
         mbar_init(ring.empty + threadIdx.x * 8, G);
     }
+    u32 ready = smem_u32(&sh.ready);
+#if CLUSTER > 1
+    if (threadIdx.x == 0) mbar_init(ready, CLUSTER);
+    cluster_arrive();
+#endif
     Plan plan = make_plan(p, prefix, length, begin, sh.scratch);  // ends in __syncthreads
     STAMP(1);
     Item it;
-    int pos = plan.lo, done = 0, round = 0;
+    int pos = plan.lo, done = 0, round = 0, merges = 0;
     bool more = next_item(p, plan, pos, it);
     if (warp >= WARPS) {
 #if REGISTERS
@@ -410,7 +419,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) mla_few_heads(co
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
         while (more) {
-            consume(p, it, ring, sh, warp, done, round);
+            if (it.last > it.first) consume(p, it, ring, sh, part_slot(plan, it, merges), warp, done, round);
+            if (!it.is_mine()) finish_parts(p, plan, it, ready, merges++, &sh.flag, warp);
+            STAMP(7);
             done += it.last - it.first;
             more = next_item(p, plan, pos, it);
         }

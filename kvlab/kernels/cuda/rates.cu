@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(512) rates(const __grid_constant__ 
     u32 x[8];
     float c[8][4];
     for (int i = 0; i < 8; i++) {
-        x[i] = p.seed * (threadIdx.x + 37 * i + 1);
+        x[i] = KIND < 4 ? p.seed * (threadIdx.x + 37 * i + 1) : 0;
         for (int j = 0; j < 4; j++) c[i][j] = 0.f;
     }
     for (int i = threadIdx.x; i < (int)sizeof(rows) / 4; i += blockDim.x) ((u32*)rows)[i] = 0;
@@ -48,12 +48,12 @@ extern "C" __global__ void __launch_bounds__(512) rates(const __grid_constant__ 
                 u32 a, b, d;
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                              : "=r"(x[i]), "=r"(a), "=r"(b), "=r"(d)
-                             : "r"(at + i * 32));
+                             : "r"(at + i * 32 + x[i]));  // zeros: each waits for the one before
 #else
                 u32 a, b, d;
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                              : "=r"(x[i]), "=r"(a), "=r"(b), "=r"(d)
-                             : "r"(at + i * 32));
+                             : "r"(at + i * 32 + x[i]));  // zeros: each waits for the one before
 #endif
             }
     }

@@ -1,0 +1,419 @@
+// FP8 MLA decode for many heads: NH query columns in N of wgmma.m64nNHk16, tokens (QK) and latent dims (PV) in M.
+//
+// Two warpgroups take tiles of 128 tokens. Each multiplies its 64 tokens of K with Q, both compute the softmax of
+// their tokens against one shared running maximum and leave P in shared memory, and each multiplies its 256 dims
+// of V, all 128 tokens, with P. A operands (K, V) are widened from FP8 on the way from shared memory to
+// registers, B operands (Q, P) are FP16 in shared memory: nothing that was converted is written back.
+//
+// Compile-time: those of mla_common.cuh, NH 32 or 64, REGISTERS and PRODUCER_REGISTERS, FIXED_SHARED bytes before the ring.
+
+#define WARPS 8
+#define MERGE_WARPS WARPS
+#define THREADS ((WARPS + PRODUCERS) * 32)
+#define TILE_CHUNKS 8
+
+#include "mla_common.cuh"
+
+#define PIECES ((RANK + ROPE) / 16)
+#define SWIZZLED (NH * 128)  // bytes of NH rows of 64 FP16, 128-byte swizzle
+#define ACC (NH / 2)         // accumulators of m64nNH a thread
+
+struct Shared {
+    __align__(1024) u8 q[(RANK + ROPE) / 64][SWIZZLED];
+    __align__(1024) u8 p[2][SWIZZLED];
+    float sums[WARPS][NH];
+    __align__(16) float m[NH];
+    __align__(16) float scale[NH];
+    int sees[NH], top[NH];
+    u64 ready;
+    int scratch[40];
+    int flag;
+};
+static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
+
+__device__ __forceinline__ u64 descriptor(u32 at) {
+    // Rows of 128 bytes, swizzled; groups of 8 rows 1,024 bytes apart.
+    return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (u64)((at & 0x3ffff) >> 4);
+}
+// Shared memory written by ordinary stores, before wgmma reads it.
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+#define F8(d, i)                                                                                                 \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+__device__ __forceinline__ void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 b, int accumulate) {
+#if NH == 64
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
+        "%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+        : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+        : F8(d, 0), F8(d, 8)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#endif
+}
+
+__device__ __forceinline__ void store_matrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+__device__ __forceinline__ bool any_of_all(bool x) {
+    u32 y;
+    asm volatile(
+        "{.reg .pred p, q; setp.ne.b32 p, %1, 0; barrier.cta.red.or.pred q, 1, 256, p; selp.u32 %0, 1, 0, q;}"
+        : "=r"(y)
+        : "r"((u32)x)
+        : "memory");
+    return y;
+}
+// Floats as integers of the same order.
+__device__ __forceinline__ int ordered(float x) {
+    int b = __float_as_int(x);
+    return b ^ (b >> 31 & 0x7fffffff);
+}
+__device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b >> 31 & 0x7fffffff)); }
+
+// Q to FP16 in shared memory, NH rows, dims in pieces of 16 whose four k indices 2t, 2t + 1, 2t + 8, 2t + 9 stand
+// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
+__device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
+    int lane = threadIdx.x & 31;
+#pragma unroll 4
+    for (int col = warp; col < NH; col += WARPS) {
+        Column c = column_of(p, it, col);
+        int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
+        const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
+        uint2 x[5];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = __ldg(nope + 32 * j);
+#if ROPE
+        x[4] = __ldg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
+#else
+        x[4] = x[3];
+#endif
+        float up = lift(largest(x));
+        if (lane == 0) {
+            sh.scale[col] = p.scale * unlift(up);
+            sh.sees[col] = c.sees;
+            sh.m[col] = -INFINITY_F;
+            sh.top[col] = ordered(-INFINITY_F);
+        }
+#pragma unroll
+        for (int j = 0; j < (ROPE ? 5 : 4); j++) {
+            float a, b, d, e;
+            unpack_q(x[j].x, a, b);
+            unpack_q(x[j].y, d, e);
+            int piece = 8 * j + (lane >> 2);
+            if (j < 4 || lane < 16) {
+                u32 at = smem_u32(sh.q[piece >> 2]) + col * 128 + 4 * (lane & 3);
+                u32 first = 2 * (piece & 3) ^ (col & 7), second = first ^ 1;
+                asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + first * 16), "r"(pack_half(a * up, b * up)));
+                asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + second * 16), "r"(pack_half(d * up, e * up)) : "memory");
+            }
+        }
+    }
+    proxy_fence();
+    named_sync(1, WARPS * 32);
+}
+
+// Over the 8 lanes that share columns: x[n][e], a lane's values for columns 8n + 2t + e, to the one n a lane is in
+// charge of (NH / 8 of them; with 32 columns, two lanes each).
+template <bool MAX>
+__device__ __forceinline__ void reduce_columns(float (&x)[NT][2], float (&out)[2]) {
+    int lane = threadIdx.x & 31;
+    auto both = [](float a, float b) { return MAX ? fmaxf(a, b) : a + b; };
+#pragma unroll
+    for (int width = NT / 2, d = 16; width; width >>= 1, d >>= 1) {
+        bool upper = lane & d;
+#pragma unroll
+        for (int n = 0; n < width; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float keep = upper ? x[n + width][e] : x[n][e], give = upper ? x[n][e] : x[n + width][e];
+                x[n][e] = both(keep, __shfl_xor_sync(~0u, give, d));
+            }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        out[e] = x[0][e];
+        if (NT == 4) out[e] = both(out[e], __shfl_xor_sync(~0u, out[e], 4));
+    }
+}
+__device__ __forceinline__ int my_column() {  // the first of the two that reduce_columns leaves a lane
+    int lane = threadIdx.x & 31;
+    return 8 * (NT == 8 ? lane >> 2 : lane >> 3) + 2 * (lane & 3);
+}
+
+// K of this warp's 16 tokens times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1.
+__device__ __forceinline__ void multiply_k(Shared& sh, float (&s)[ACC], u32 rows) {
+    u64 q = descriptor(smem_u32(sh.q[0]));
+    u32 a[2][4][4];
+#pragma unroll
+    for (int k = 0; k < PIECES / 4; k++) {
+        if (k > 1) wgmma_wait<1>();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 r[4];
+            ldmatrix4(r, rows + k * 64 + h * 32);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                u32(&x)[4] = a[k & 1][2 * h + i];
+                widen(r[2 * i], x[0], x[2]);
+                widen(r[2 * i + 1], x[1], x[3]);
+            }
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) wgmma(s, a[k & 1][i], q + (k * SWIZZLED + i * 32) / 16, k + i > 0);
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+}
+
+// 16 tokens of V, this warp's 16 dims of each of its warpgroup's four 64-dim tiles, as A fragments.
+__device__ __forceinline__ void load_v(u32 (&a)[4][4], u32 rows) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32 r[4];
+        ldmatrix4_trans(r, rows + h * 128);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32(&x)[4] = a[2 * h + i];
+            widen(__byte_perm(r[2 * i], 0, 0x3120), x[0], x[1]);
+            widen(__byte_perm(r[2 * i + 1], 0, 0x3120), x[2], x[3]);
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_v(float (&o)[4][ACC], const u32 (&a)[4][4], u64 weights) {
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; j++) wgmma(o[j], a[j], weights, 1);
+    wgmma_commit();
+}
+
+// A chunk of the running maximum's columns lags behind: raise it, and bring what was summed up to it.
+__device__ __forceinline__ void raise_maximum(Shared& sh, const float (&s)[ACC], float (&o)[4][ACC], float (&l)[2]) {
+    int lane = threadIdx.x & 31, t = lane & 3;
+    float x[NT][2], top[2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) x[n][e] = fmaxf(s[4 * n + e], s[4 * n + e + 2]);
+    reduce_columns<true>(x, top);
+#pragma unroll
+    for (int e = 0; e < 2; e++) atomicMax(&sh.top[my_column() + e], ordered(top[e]));
+    named_sync(1, WARPS * 32);
+    auto factor = [&](int col) {
+        float m = sh.m[col], top = unordered(sh.top[col]);
+        return top > m + P_BIAS ? exp2_fast(m - (top - P_BIAS)) : 1.f;
+    };
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float f = factor(8 * n + 2 * t + e);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                o[j][4 * n + e] *= f;
+                o[j][4 * n + e + 2] *= f;
+            }
+        }
+#pragma unroll
+    for (int e = 0; e < 2; e++) l[e] *= factor(my_column() + e);
+    named_sync(1, WARPS * 32);
+    if (threadIdx.x < NH) {
+        float m = sh.m[threadIdx.x], top = unordered(sh.top[threadIdx.x]);
+        if (top > m + P_BIAS) sh.m[threadIdx.x] = top - P_BIAS;
+        sh.top[threadIdx.x] = ordered(-INFINITY_F);
+    }
+    named_sync(1, WARPS * 32);
+}
+
+// One item's chunks, of which `done` lie before it in this CTA.
+__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, i64 slot, int warp,
+                                        int done) {
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, w = warp & 3;
+    float o[4][ACC], l[2] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < ACC; i++) o[j][i] = 0.f;
+    stage_q(p, it, sh, warp);
+    u32 k_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
+    u32 v_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 64 + group * 256 + w * 16;
+    // stmatrix: lane i names row i % 8 (a column of the item) of matrix i / 8 (tokens 0-7 and 8-15, twice)
+    u32 p_at = smem_u32(sh.p[group]) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
+               (((2 * w + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
+    u64 weights = descriptor(smem_u32(sh.p[0]));
+
+#pragma unroll 1
+    for (int c = it.first; c < it.last; c += TILE_CHUNKS) {
+        int chunks = it.last - c < TILE_CHUNKS ? it.last - c : TILE_CHUNKS, mine = 4 * group + w;
+        int n0 = done + c - it.first, turn = divide(n0, ring.slots), slot0 = n0 - turn * ring.slots;
+        auto slot_at = [&](int i) { return slot0 + i < ring.slots ? slot0 + i : slot0 + i - ring.slots; };
+        auto wait_for = [&](int i) { mbar_wait(ring.full + slot_at(i) * 8, (turn + (slot0 + i >= ring.slots)) & 1); };
+        float s[ACC];
+        u32 mask = 0;
+        if (4 * group < chunks) {
+            int at = mine < chunks ? mine : chunks - 1;
+            wait_for(at);
+            if (mine < chunks) mask = *(volatile u16*)(ring.mask + 2 * slot_at(at));
+            __syncwarp();
+            multiply_k(sh, s, ring.data + slot_at(at) * SLOT_BYTES + k_at);
+        } else {
+#pragma unroll
+            for (int i = 0; i < ACC; i++) s[i] = 0.f;
+        }
+        bool low = mask >> g & 1, high = mask >> (g + 8) & 1, lags = false;
+        int token = (c + mine) * CHUNK + g;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            int col = 8 * n + 2 * t;
+            float2 scale = *(const float2*)&sh.scale[col], m = *(const float2*)&sh.m[col];
+            int2 sees = MULTI ? *(const int2*)&sh.sees[col] : make_int2(0x7fffffff, 0x7fffffff);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float& x = s[4 * n + e];
+                float& y = s[4 * n + e + 2];
+                x = logit2(x, e ? scale.y : scale.x, p.cap_log2);
+                y = logit2(y, e ? scale.y : scale.x, p.cap_log2);
+                x = low && token < (e ? sees.y : sees.x) ? x : -INFINITY_F;
+                y = high && token + 8 < (e ? sees.y : sees.x) ? y : -INFINITY_F;
+                lags |= fmaxf(x, y) > (e ? m.y : m.x) + (P_BIAS + P_LAG);
+            }
+        }
+        // Also the point behind which no one reads the last tile's P.
+        if (any_of_all(lags)) raise_maximum(sh, s, o, l);
+        float x[NT][2], sum[2];
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            u32 packed[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float* v = s + 4 * (n + i);
+                float2 m = *(const float2*)&sh.m[8 * (n + i) + 2 * t];
+                m.x = m.x == -INFINITY_F ? 0.f : m.x;
+                m.y = m.y == -INFINITY_F ? 0.f : m.y;
+                v[0] = exp2_fast(v[0] - m.x);
+                v[1] = exp2_fast(v[1] - m.y);
+                v[2] = exp2_fast(v[2] - m.x);
+                v[3] = exp2_fast(v[3] - m.y);
+                x[n + i][0] = v[0] + v[2];
+                x[n + i][1] = v[1] + v[3];
+                packed[2 * i] = pack_half(v[0], v[1]);
+                packed[2 * i + 1] = pack_half(v[2], v[3]);
+            }
+            store_matrix_trans(p_at + n * 1024, packed[0], packed[1], packed[2], packed[3]);
+        }
+        proxy_fence();
+        reduce_columns<false>(x, sum);
+        l[0] += sum[0];
+        l[1] += sum[1];
+        named_sync(1, WARPS * 32);
+        u32 a[2][4][4];
+        if (chunks == TILE_CHUNKS) {
+#pragma unroll
+            for (int i = 0; i < TILE_CHUNKS; i++) {
+                if (i > 1) wgmma_wait<1>();
+                load_v(a[i & 1], ring.data + slot_at(i) * SLOT_BYTES + v_at);
+                multiply_v(o, a[i & 1], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);  // the rows are in registers
+            }
+            wgmma_wait<0>();
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < chunks; i++) {
+                load_v(a[0], ring.data + slot_at(i) * SLOT_BYTES + v_at);
+                multiply_v(o, a[0], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);
+                wgmma_wait<0>();
+            }
+        }
+    }
+
+    // The item's result goes to `out`, or this CTA's part of it to `partial`.
+    if (NT == 8 || !(lane & 4)) *(float2*)&sh.sums[warp][my_column()] = make_float2(l[0], l[1]);
+    named_sync(1, WARPS * 32);
+    bool whole = it.is_mine();
+    if (threadIdx.x < NH) {
+        float sum = 0.f, m = sh.m[threadIdx.x];
+        for (int i = 0; i < WARPS; i++) sum += sh.sums[i][threadIdx.x];
+        if (whole) store_lse(p, it, threadIdx.x, m, sum);
+        else p.ml[slot * CLUSTER * NH + threadIdx.x] = make_float2(m, sum);
+        sh.scale[threadIdx.x] = inverse_sum(p, sum);
+    }
+    named_sync(1, WARPS * 32);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        int col = 8 * n + 2 * t;
+        float2 inv = *(const float2*)&sh.scale[col];
+        Target to = target_of(p, it, col);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int mt = 16 * group + 4 * j + w;
+            float4 x = make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]);
+            if (whole) store_out(to, mt, x, inv.x, inv.y);
+            else p.partial[(slot * TILES + mt * NT + n) * 32 + lane] = x;
+        }
+    }
+    named_sync(1, WARPS * 32);
+}
+
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) mla_many_heads(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 dynamic[];
+    Shared& sh = *(Shared*)dynamic;
+    u8* at = dynamic + FIXED_SHARED;
+    Ring ring;
+    ring.slots = p.num_ring;
+    ring.data = smem_u32(at);
+    at += p.num_ring * SLOT_BYTES;
+    ring.full = smem_u32(at);
+    ring.empty = ring.full + p.num_ring * 8;
+    ring.mask = at + p.num_ring * 16;
+    int room = p.bs > 31 ? p.bs + 1 : 32;
+    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + room + 1, *begin = length + room;
+
+    int warp = threadIdx.x >> 5;
+    if (threadIdx.x < p.num_ring) {
+        mbar_init(ring.full + threadIdx.x * 8, FULL_ARRIVALS);
+        mbar_init(ring.empty + threadIdx.x * 8, WARPS);
+    }
+    u32 ready = smem_u32(&sh.ready);
+#if CLUSTER > 1
+    if (threadIdx.x == 0) mbar_init(ready, CLUSTER);
+    cluster_arrive();
+#endif
+    Plan plan = make_plan(p, prefix, length, begin, sh.scratch);  // ends in __syncthreads
+    Item it;
+    int pos = plan.lo, done = 0, merges = 0;
+    bool more = next_item(p, plan, pos, it);
+    if (warp >= WARPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        while (more) {
+            produce(p, plan, it, ring, warp - WARPS, done);
+            done += it.last - it.first;
+            more = next_item(p, plan, pos, it);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        while (more) {
+            if (it.last > it.first) consume(p, it, ring, sh, part_slot(plan, it, merges), warp, done);
+            if (!it.is_mine()) finish_parts(p, plan, it, ready, merges++, &sh.flag, warp);
+            done += it.last - it.first;
+            more = next_item(p, plan, pos, it);
+        }
+        zero_empty(p, plan, threadIdx.x, WARPS * 32);
+    }
+}
