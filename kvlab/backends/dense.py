@@ -86,18 +86,24 @@ def _served_evidence(case: Case, name: str) -> list[Evidence]:
         found.append(f.evidence(f["mla_shape"]))
     elif name == "triton" and case.q.kv_dtype == "fp8_e4m3":
         found.append(case.t.evidence(case.t["e4m3"]))
-    if name == "triton" and (widens := s["rounds_q"].get("triton_widens")) and case.q.fp8:
-        found.append(s.evidence(widens, "code"))
+    if name == "triton" and case.q.fp8:
+        shown = (s["rounds_q"].get(fact) for fact in ("triton_widens", "triton_p"))
+        found += [s.evidence(fact, "code") for fact in shown if fact]
     return found
 
 
 def _accuracy(case: Case, name: str, rounds: bool) -> str:
     if not case.q.fp8:
         return "BF16 rows, nothing is rounded to FP8"
+    if name == "triton" and "triton_p" in case.s["rounds_q"]:
+        if rounds:
+            return "rounds the query and the attention probabilities to FP8 as well as the rows"
+        return (
+            "decode widens the rows for the query's product, and rounds the attention probabilities to FP8 for "
+            "the values' (prefill after a prefix rounds the query too)"
+        )
     if rounds:
         return "rounds the query to FP8 as well as the rows"
-    if name == "triton":
-        return "decode widens the rows to the query's dtype: not rounded (prefill after a prefix rounds it)"
     return "the rows are FP8, the query stays in the model's dtype"
 
 

@@ -324,6 +324,10 @@ def _rounds_q(tree: Tree) -> dict[str, Any]:
             found.setdefault("triton_widens", module.quote(node))
     if "triton" in found:
         found.pop("triton_widens", None)
+    for node in ast.walk(function) if function else []:
+        # The probabilities meet FP8 values in the value product: they are rounded in every release so far.
+        if isinstance(node, ast.Call) and ast.unparse(node) == "p.to(v.dtype)":
+            found["triton_p"] = module.quote(node)
     return found
 
 

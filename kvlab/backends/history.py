@@ -132,8 +132,8 @@ def _cast(backend: str) -> Callable[[Rules], State]:
 def _triton(r: Rules) -> State:
     rounds = r["rounds_q"]
     if "triton" in rounds:
-        return "rounds the query to FP8", "casts", r.evidence(rounds["triton"], "code")
-    return "widens the rows", "open", r.evidence(rounds["triton_widens"], "code")
+        return "rounds query and probabilities to FP8", "casts", r.evidence(rounds["triton"], "code")
+    return "rounds probabilities to FP8", "casts", r.evidence(rounds["triton_p"], "code")
 
 
 def _glm5_sm120(r: Rules) -> State:

@@ -99,11 +99,13 @@ def test_deepseek_r1_on_h200():
     assert found["fa3"].default
 
 
-def test_triton_stopped_widening_the_rows_at_0_5_12():
+def test_triton_rounds_the_query_since_0_5_12_and_the_probabilities_always():
     for release, rounds in (("0.5.9", False), ("0.5.11", False), ("0.5.12", True), ("0.5.23", True)):
         found = verdicts("deepseek-v3", "h200", release)["triton"]
         assert found.rounds_q is rounds
-        assert ("rounds the query" in found.accuracy) is rounds
+        assert "probabilities to FP8" in found.accuracy
+        assert ("rounds the query and" in found.accuracy) is rounds
+        assert any("p.to(v.dtype)" in e.quote for e in found.evidence)
 
 
 def test_glm5_is_in_no_release_before_0_5_9():
