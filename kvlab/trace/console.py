@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from kvlab.trace.diff import Diff
@@ -65,7 +66,7 @@ def _ranks(found: Sequence[Report]) -> Table:
     for r in found:
         talk = r.categories.get("communication")
         table.add_row(
-            r.rank + (" (slowest)" if r is last else ""),
+            escape(r.rank) + (" (slowest)" if r is last else ""),
             str(r.steps),
             _ms(r.step_ms),
             _ms(r.busy_ms),
@@ -77,7 +78,8 @@ def _ranks(found: Sequence[Report]) -> Table:
 
 def _print(console: Console, r: Report) -> None:
     console.print(
-        f"[bold]{r.file}[/bold]  {r.rank}, {r.device or 'GPU not named'}, {r.backend or 'backend not known'}"
+        f"[bold]{escape(r.file)}[/bold]  {escape(r.rank)}, {r.device or 'GPU not named'}, "
+        f"{r.backend or 'backend not known'}"
     )
     if r.steps:
         graphs = "CUDA graphs" if r.cuda_graphs else "no CUDA graphs"
@@ -128,7 +130,7 @@ def print_diff(change: Diff) -> None:
     for k in moved[:20]:
         what = "appeared" if not k.before_launches else "vanished" if not k.after_launches else ""
         table.add_row(
-            k.category, f"{k.before_ms:.3f}", f"{k.after_ms:.3f}", f"{k.delta_ms:+.3f}", what, k.short
+            k.category, f"{k.before_ms:.3f}", f"{k.after_ms:.3f}", f"{k.delta_ms:+.3f}", what, escape(k.short)
         )
     console.print(table)
     if left := len(change.kernels) - len(moved[:20]):

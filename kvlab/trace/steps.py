@@ -29,7 +29,7 @@ _MODES = {
 }
 # Fewer kernels between two that recur are a loop inside a step, not a step.
 _LEAST_KERNELS = 8
-# A graph replay of a whole model has hundreds of nodes; below this many kernels it is a helper's.
+# A graph replay of a whole model has hundreds of nodes; below this many kernels it is no step.
 _GRAPH_KERNELS = 8
 _REPLAYS = "CUDA graph replays"
 
