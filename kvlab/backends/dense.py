@@ -99,7 +99,8 @@ def _accuracy(case: Case, name: str, rounds: bool) -> str:
         if rounds:
             return "rounds the query and the attention probabilities to FP8 as well as the rows"
         return (
-            "decode widens the rows for the query's product, and rounds the attention probabilities to FP8 for "
+            "decode widens the rows for the query's product and rounds the attention probabilities "
+            "to FP8 for "
             "the values' (prefill after a prefix rounds the query too)"
         )
     if rounds:

@@ -195,6 +195,21 @@ def all_of(
     ]
 
 
+def shown() -> tuple[str, list[Raised]]:
+    """For a page: raised here where the three releases are at hand, else as recorded. Downloads nothing.
+
+    The first value says which: `raised here`, or the recorded file.
+    """
+    from kvlab import data
+
+    wanted = (("flashinfer-python", "0.6.3"), ("sglang", "0.5.9"), ("sgl-kernel", "0.3.21"))
+    if all(sources.at_hand(package, release) for package, release in wanted):
+        return "raised here", all_of()
+    path = data.recorded("backend-failures") / "raised.json"
+    document = msgspec.json.decode(path.read_bytes())
+    return "data/recorded/backend-failures/raised.json", msgspec.convert(document["raised"], list[Raised])
+
+
 def main(argv: list[str]) -> None:
     """Print, or with `--record FILE` write, what is raised here."""
     from kvlab import provenance

@@ -191,15 +191,21 @@ def cached(package: str, release: str) -> Tree | None:
     return Tree(package, release, root) if (root / "complete").is_file() else None
 
 
+def at_hand(package: str, release: str) -> Tree | None:
+    """The release's source if it is cached or installed, without downloading."""
+    if tree := cached(package, release):
+        return tree
+    tree = installed(package)
+    return tree if tree is not None and tree.release == release else None
+
+
 def fetch(package: str, release: str) -> Tree:
     """The release's source, downloaded with pip where it is neither cached nor installed.
 
     Keeps Python files and the compiled extensions whose messages are read, not the wheel. Raises BadInput
     where pip has no such wheel.
     """
-    if tree := cached(package, release):
-        return tree
-    if (tree := installed(package)) and tree.release == release:
+    if tree := at_hand(package, release):
         return tree
     root = cache_root() / "sources" / f"{package}-{release}"
     root.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     def backends(
         model: str = typer.Option("", help="Preset or config.json, e.g. glm-5."),
         gpu: str = typer.Option("", help="Card, e.g. h200 or rtx-pro-6000; live for this machine's."),
-        sglang: str = typer.Option("", help="SGLang release, e.g. 0.5.9."),
+        sglang: str = typer.Option("", help="SGLang release, e.g. 0.5.9; the installed one by default."),
         flashinfer: str = typer.Option(
             "", help="flashinfer release; the one that the SGLang pins by default."
         ),
@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
         if matrix:
             _matrix(model, gpu, sglang, kv_dtype, tp, as_json)
             return
+        sglang = sglang or _installed()
         for name, value in (("--model", model), ("--gpu", gpu), ("--sglang", sglang)):
             if not value:
                 raise BadInput(
@@ -59,6 +60,15 @@ def register(app: typer.Typer) -> None:
 
             verdicts = decide(q)
             _table(q, verdicts, advise(q, verdicts))
+
+
+def _installed() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _print(value: object) -> None:

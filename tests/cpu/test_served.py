@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvlab.backends import decide, question, served
+from kvlab.backends import decide, question, reproduce, rules, served
 
 TRACEBACK = """
 Traceback (most recent call last):
@@ -44,6 +44,18 @@ def test_a_refusal_agrees_when_the_log_quotes_it():
 )
 def test_another_outcome_or_another_reason_does_not_agree(backend, code, log):
     assert not judge(answer(backend), code, log).agrees
+
+
+def test_the_failures_are_shown_as_recorded_where_no_release_is_at_hand(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    origin, raised = reproduce.shown()
+    assert origin == "data/recorded/backend-failures/raised.json"
+    assert [r.name for r in raised[:3]] == ["trtllm_mla", "trtllm_mla block_num", "cutlass_mla"]
+    assert raised[0].says == "Expected qk_nope_head_dim == 128, got 192"
+    assert raised[2].quote == "assert self.page_size == 64"
+    for r in raised:
+        # What was raised is what the rules quote for that release.
+        assert rules.load(r.package, r.release).release == r.release
 
 
 def test_a_served_batch_agrees_with_works():
