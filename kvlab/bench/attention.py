@@ -10,10 +10,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kvlab.bench.attention_results import ROWS, WRONG_ABOVE, AttentionRun, AttentionShape, Row
+from kvlab.bench.attention_results import (
+    ROWS,
+    WRONG_ABOVE,
+    AttentionRun,
+    AttentionShape,
+    LengthReplay,
+    Row,
+)
 from kvlab.bench.copies import stream
 from kvlab.bench.peers import BUILDERS, FLASHMLA_PAGE, LATENT, ROPE, Absent, Call, Problem, first_line
-from kvlab.bench.timing import flusher, graph_us
+from kvlab.bench.timing import flusher, graph_us, replay_us
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.decode import why_not_cuda
@@ -42,6 +49,10 @@ UNEQUAL = ([131_072] + [100] * 63,)
 SM_SCALE = (128 + 64) ** -0.5
 # What is slow by its very nature is timed over fewer calls.
 _FEW = ("stock",)
+
+
+class ContextLost(Exception):
+    """A row left the GPU context unusable: nothing more can be measured in this process."""
 
 
 class _Bench:
@@ -99,11 +110,31 @@ class _Bench:
             us, cold_us = self.time(call, few=name in _FEW)
         except Absent as e:
             return Row(note=f"absent: {e}")
-        except Exception as e:  # A peer may fail in any way: name it and go on.
-            torch.cuda.synchronize()
+        except Exception as e:  # A peer may fail in any way: name it and go on, where the GPU still can.
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                raise ContextLost(f"{name}: {first_line(e)}") from e
             return Row(note=f"failed: {first_line(e)}")
         size = sum(p.lengths) * WIDTH * (2 if name == "control_bf16" else 1)
         return Row(us=us, cold_us=cold_us, error=error, tb_s=size / cold_us / 1e6)
+
+    def replays(self, heads: int, batch: int, most: int) -> list[LengthReplay]:
+        """One graph of `fused` over all layers, captured at `most` tokens a request; lengths alone change."""
+        p = self.problem([most] * batch, heads)
+        call = BUILDERS["fused"](p)
+        call(0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in range(len(self.rows)):
+                call(layer)
+        found = []
+        steps = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
+        for n in [most * k // 8 for k in range(9)]:
+            p.active.bounds.copy_(steps * n)
+            us = replay_us(graph, flush=self.flush, replays=5, warm_up=1) / len(self.rows)
+            found.append(LengthReplay(tokens=batch * n, us=us))
+        return found
 
     def time(self, call: Call, *, few: bool) -> tuple[float, float]:
         """(warm, cold) microseconds a call."""
@@ -155,10 +186,13 @@ def measure(
     properties = torch.cuda.get_device_properties(bench.device)
     copy = _copy_tb_s(bench)
     shapes: list[AttentionShape] = []
+    replays: list[LengthReplay] = []
+    provenance = collect()
+    example = bench.problem([1], heads[0])
+    reason = why_not_cuda(example.q_nope, example.q_pe, bench.rows[0], example.active)
 
-    def run() -> AttentionRun:
-        example = bench.problem([1], heads[0])
-        return AttentionRun(
+    def run(ended_by: str = "") -> AttentionRun:
+        found = AttentionRun(
             provenance=provenance,
             gpu=properties.name,
             l2_bytes=properties.L2_cache_size,
@@ -170,38 +204,54 @@ def measure(
             q_dtype="bf16",
             slots=f"random pages of {FLASHMLA_PAGE}, tokens of a page in order",
             wrong_above=WRONG_ABOVE,
-            why_not_cuda=why_not_cuda(example.q_nope, example.q_pe, bench.rows[0], example.active),
+            why_not_cuda=reason,
             shapes=list(shapes),
+            replays=list(replays),
+            ended_by=ended_by,
         )
+        if out is not None:
+            write(out, found)
+        return found
 
-    provenance = collect()
-    for h in heads:
-        for n in lengths:
-            if seconds is not None and time.monotonic() - started > seconds:
-                say(f"stopped after {seconds:.0f} s with {len(shapes)} shapes measured")
-                return run()
-            p = bench.problem(n, h)
-            want, _ = mla_attention(
-                p.q_nope, p.q_pe, p.rows[0], p.active, sm_scale=SM_SCALE, dtype=torch.float64
+    try:
+        if "fused" in rows:
+            replays += bench.replays(
+                heads[0], 64, min(4096, (pool - FLASHMLA_PAGE) // 64 // FLASHMLA_PAGE * 64)
             )
-            size = sum(n) * WIDTH
-            shape = AttentionShape(
-                batch=len(n),
-                context=max(n),
-                heads=h,
-                bytes=size,
-                limit_us=size / copy / 1e6,
-                results={name: bench.row(name, p, want) for name in rows},
-                lengths=None if len(set(n)) == 1 else n,
-            )
-            shapes.append(shape)
-            say(
-                f"{h} heads, {shape.name}: "
-                + ", ".join(f"{k} {r.us:.1f}" if r.us else f"{k} -" for k, r in shape.results.items())
-            )
-            if out is not None:
-                write(out, run())
+        for h in heads:
+            for n in lengths:
+                if seconds is not None and time.monotonic() - started > seconds:
+                    say(f"stopped after {seconds:.0f} s with {len(shapes)} shapes measured")
+                    return run(f"--seconds {seconds:.0f}")
+                shapes.append(_shape(bench, n, h, rows, copy))
+                say(_line(shapes[-1]))
+                run()
+    except ContextLost as e:
+        say(f"the GPU context is lost, {len(shapes)} shapes measured: {e}")
+        return run(str(e))
     return run()
+
+
+def _shape(
+    bench: _Bench, lengths: Sequence[int], heads: int, rows: Sequence[str], copy_tb_s: float
+) -> AttentionShape:
+    p = bench.problem(lengths, heads)
+    want, _ = mla_attention(p.q_nope, p.q_pe, p.rows[0], p.active, sm_scale=SM_SCALE, dtype=torch.float64)
+    size = sum(lengths) * WIDTH
+    return AttentionShape(
+        batch=len(lengths),
+        context=max(lengths),
+        heads=heads,
+        bytes=size,
+        limit_us=size / copy_tb_s / 1e6,
+        results={name: bench.row(name, p, want) for name in rows},
+        lengths=None if len(set(lengths)) == 1 else list(lengths),
+    )
+
+
+def _line(shape: AttentionShape) -> str:
+    times = (f"{k} {r.us:.1f}" if r.us else f"{k} -" for k, r in shape.results.items())
+    return f"{shape.heads} heads, {shape.name}: {', '.join(times)}"
 
 
 def write(path: Path, run: AttentionRun) -> None:

@@ -68,6 +68,13 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
         return min(timed, key=lambda t: t[1], default=None)
 
 
+class LengthReplay(msgspec.Struct, frozen=True, kw_only=True):
+    """One captured graph of `fused`, replayed with `tokens` active tokens in all, L2 flushed."""
+
+    tokens: int
+    us: float
+
+
 class AttentionRun(msgspec.Struct, frozen=True, kw_only=True):
     """What `kvlab bench attention` measures. `copy_tb_s`: the best bare copy, read and written bytes."""
 
@@ -84,6 +91,9 @@ class AttentionRun(msgspec.Struct, frozen=True, kw_only=True):
     wrong_above: float
     why_not_cuda: str | None
     shapes: list[AttentionShape]
+    replays: list[LengthReplay] = []
+    # Where a row's failure took the GPU context with it, and so ended the run.
+    ended_by: str = ""
 
     def geomean(self, heads: int, over: str, *, row: str = "fused") -> float | None:
         """Geometric mean over the equal-context shapes of `row` over another row, or over "accurate"."""

@@ -26,6 +26,7 @@ def specs(
     capability: int,
     heads: int,
     *,
+    batch: int = 64,
     e5m2: bool = False,
     page_size: int = 0,
     ragged_q: bool = False,
@@ -35,7 +36,7 @@ def specs(
 
     `page_size` 0 is token-level; `ragged_q` several query tokens a request.
     """
-    tune = tune or tuning(capability, heads)
+    tune = tune or tuning(capability, heads, batch)
     signature = (
         _POINTERS
         | {"out": "*bf16"}

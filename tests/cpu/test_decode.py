@@ -365,5 +365,8 @@ def test_rows_at_odd_bytes_are_refused(device, offset):
 
 def test_tuning_serves_every_head_count():
     for capability in (80, 89, 90, 100, 120):
-        for columns in range(1, 1025):
-            assert tuning(capability, columns).block_h >= 16
+        for columns in range(1, 1025, 7):
+            for batch in (1, 16, 512):
+                tune = tuning(capability, columns, batch)
+                assert tune.block_h >= min(columns, 32)
+                assert tune.method == ("bits" if capability == 80 else "cvt")

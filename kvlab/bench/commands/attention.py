@@ -138,6 +138,10 @@ def _show(run: "AttentionRun") -> None:
                 if ratio is not None:
                     what = "the best accurate alternative" if over == "accurate" else over
                     wide.print(f"  {row}: {ratio:.2f}x of {what}, geometric mean")
+    for r in run.replays:
+        wide.print(f"  one graph of fused replayed with {r.tokens:,} tokens: {r.us:.1f} us a layer")
+    if run.ended_by:
+        wide.print(f"  ended early by {run.ended_by}")
     notes = {n: r.note for s in run.shapes for n, r in s.results.items() if r.note}
     for name, note in notes.items():
         wide.print(f"  {name}: {note}")
