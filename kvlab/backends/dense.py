@@ -25,7 +25,7 @@ def verdict(case: Case, name: str) -> Verdict:
         findings += [*checks.dsa_rows(case, name), *checks.page(case, name), *checks.BY_BACKEND[name](case)]
     refused = [f for f in findings if f.refuses]
     casts = s["casts"].get(name, {}) if q.fp8 else {}
-    if q.fp8 and not casts and (s["inherits"].get(name) or "").startswith("FlashInferMLA"):
+    if q.fp8 and not casts and (s["inherits"].get(name) or "").startswith(("FlashInferMLA", "TRTLLMMLA")):
         # Its paged prefill is the flashinfer class's.
         casts = {"extend": s["casts"]["flashinfer"]["extend"]}
     evidence = [e for f in refused for e in f.evidence]

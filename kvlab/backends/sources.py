@@ -211,18 +211,9 @@ def fetch(package: str, release: str) -> Tree:
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent) as temporary:
         scratch = Path(temporary)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary", ":all:", "-d", str(scratch / "wheel"), f"{package}=={release}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        wheels = sorted((scratch / "wheel").glob("*.whl"))
-        if done.returncode or not wheels:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            raise BadInput(
-                f"{package}=={release}: pip finds no wheel of it here; "
-                f"{said[-1] if said else done.stderr[-200:]}"
-            )
+        wheel_path = _wheel(package, release, scratch)
         tree = scratch / "tree"
-        with zipfile.ZipFile(wheels[0]) as wheel:
+        with zipfile.ZipFile(wheel_path) as wheel:
             wheel.extractall(tree, [n for n in wheel.namelist() if _KEEP.fullmatch(n)])
             for name in filter(_COMPILED.fullmatch, wheel.namelist()):
                 kept = tree / (name + ".messages")
@@ -232,6 +223,22 @@ def fetch(package: str, release: str) -> Tree:
         shutil.rmtree(root, ignore_errors=True)
         tree.rename(root)
     return Tree(package, release, root)
+
+
+def _wheel(package: str, release: str, scratch: Path) -> Path:
+    """The release's wheel: one that lies in the cache already, or downloaded into `scratch`."""
+    name = f"{package.replace('-', '_')}-{release}-*.whl"
+    if kept := sorted((cache_root() / "wheels").glob(name)):
+        return kept[0]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "-d", str(scratch / "wheel"), f"{package}=={release}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = sorted((scratch / "wheel").glob("*.whl"))
+    if done.returncode or not wheels:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        why = said[-1] if said else done.stderr[-200:]
+        raise BadInput(f"{package}=={release}: pip finds no wheel of it here; {why}")
+    return wheels[0]
 
 
 def _messages(binary: bytes) -> list[str]:
