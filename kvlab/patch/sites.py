@@ -131,8 +131,11 @@ def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
     casts = list(pool_casts(method))
     if not casts:
         return site.left(f"{site.method} casts no pool: already fixed, or not the code we know")
-    if len(casts) > 1:
-        return site.left(f"{site.method} casts the pool {len(casts)} times, once is what we know")
+    reads = sum(isinstance(n, ast.Attribute) and n.attr == "get_key_buffer" for n in ast.walk(method))
+    if len(casts) > 1 or reads > 1:
+        return site.left(
+            f"{site.method} reads the pool's rows {reads} times, casting {len(casts)}; once is what we know"
+        )
     line, holder = casts[0]
     if holder not in ("self", "forward_batch"):
         return replace(site.left(f"the pool is held by {holder!r}, not by self or forward_batch"), line=line)
