@@ -70,7 +70,7 @@ class Variant:
 
     def layout(self, batch: int) -> tuple[int, int]:
         """Slots of the ring and bytes of dynamic shared memory for this batch."""
-        schedule = 4 * (3 * max(batch + 1, 32) + 1)
+        schedule = 4 * (3 * (batch + 1) + 1)
         per_slot = CHUNK * ROW_PITCH + 20
         budget = SHARED_LIMIT // self.ctas_per_sm - (1024 if self.ctas_per_sm > 1 else 0)
         slots = min((budget - self.fixed_shared - schedule) // per_slot, self.max_ring, 64)
@@ -102,7 +102,7 @@ def few_heads(
     shared += 16 * groups * tiles * 32  # merge
     shared += (RANK + max(ROPES)) * columns * 2  # q
     shared += 8 * groups * columns + 4 * columns  # ml, down
-    shared += 4 * 40 + 24  # scratch, ready, flag
+    shared += 8 + 16  # ready, scratch, flag
     macros = {
         "G": group,
         "NG": groups,
@@ -136,7 +136,7 @@ def many_heads(
     """mla_many_heads.cu: two warpgroups on tiles of 128 tokens, 32 or 64 columns."""
     shared = (RANK + max(ROPES) + 128) * columns * 2  # q, p
     shared += 4 * 8 * columns + 4 * 4 * columns  # sums, m, scale, sees, top
-    shared += 4 * 40 + 24  # scratch, ready, flag
+    shared += 8 + 16  # ready, scratch, flag
     macros = {"REGISTERS": 224, "PRODUCER_REGISTERS": 56, "PRODUCERS": producers}
     return Variant(
         "mla_many_heads.cu",
@@ -171,8 +171,8 @@ def choose(columns: int, batch: int) -> Variant:
     """The measured best variant for this many query columns (heads x query tokens) a request."""
     held = 8 if columns <= 8 else 16 if columns <= 16 else 32 if columns <= 32 else 64
     items = batch * -(-columns // held)
-    # As many CTAs an item as leave every cluster one.
-    cluster = 8 if items <= 16 else 4 if items <= 32 else 2 if items <= 66 else 1
+    # Clusters of 4 and 8 leave SMs idle: not every GPC has room for its last one.
+    cluster = 2 if held > 8 and items <= 66 else 1
     if held == 8:
         return few_heads(8, 2, 4, cluster=cluster)
     if held == 16:

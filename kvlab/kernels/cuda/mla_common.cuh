@@ -273,23 +273,6 @@ struct Load {
     int total, items, most;  // chunks with overhead, items, chunks of the longest
 };
 
-// Read request r's length into shared memory and count it in.
-__device__ __forceinline__ void weigh(const Params& p, int r, int* length, int* begin, Load& load) {
-    int n = 0, at = 0, blocks = 1;
-    if (!MULTI || r < p.bs) {
-        at = PAGED ? 0 : p.bounds[r];
-        n = PAGED ? p.bounds[r] : p.bounds[r + 1] - at;
-    }
-    n = n < 0 ? 0 : n;
-    length[r] = n;
-    begin[r] = at;
-    if (MULTI) blocks = divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH);
-    int chunks = (n + CHUNK - 1) / CHUNK;
-    load.total += chunks ? blocks * (chunks + p.overhead) : 0;
-    load.items += chunks ? blocks : 0;
-    load.most = load.most > chunks && blocks ? load.most : chunks;
-}
-
 // Span and overhead: items whole spans long, each cluster part of one at most, where the longest spans that needs
 // are little longer than even ones.
 __device__ __forceinline__ int2 choose_span(const Params& p, const Load& load) {
@@ -308,75 +291,57 @@ __device__ __forceinline__ int item_weight(int chunks, int span, int overhead) {
     if (!chunks) return 0;
     return overhead ? chunks + overhead : divide_up(chunks, span) * span;
 }
-__device__ __forceinline__ int request_weight(const Params& p, int r, int n, int2 span) {
-    int blocks = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;
-    return blocks * item_weight((n + CHUNK - 1) / CHUNK, span.x, span.y);
-}
 
-// The prefixes of 32 and more requests; every thread calls it. Returns span and overhead.
-__device__ __noinline__ int2 plan_many(const Params& p, int requests, int* prefix, int* length, int* begin, int* scratch) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    Load load = {0, 0, 0};
-#pragma unroll 1
-    for (int r = threadIdx.x; r < requests; r += blockDim.x) weigh(p, r, length, begin, load);
-    if (threadIdx.x < 3) scratch[threadIdx.x + 36] = 0;
-    __syncthreads();
-    load.total = __reduce_add_sync(~0u, load.total);
-    load.items = __reduce_add_sync(~0u, load.items);
-    load.most = __reduce_max_sync(~0u, load.most);
-    if (lane == 0) {
-        atomicAdd(scratch + 36, load.total);
-        atomicAdd(scratch + 37, load.items);
-        atomicMax(scratch + 38, load.most);
-    }
-    __syncthreads();
-    load.total = scratch[36];
-    load.items = scratch[37];
-    load.most = scratch[38];
-    int2 span = choose_span(p, load);
-    int carry = 0;
-#pragma unroll 1
-    for (int base = 0; base < requests; base += blockDim.x) {
-        int r = base + threadIdx.x, weight = r < requests ? request_weight(p, r, length[r], span) : 0;
-        int sum = warp_scan(weight);
-        if (lane == 31) scratch[warp] = sum;
-        __syncthreads();
-        int before = carry;
-#pragma unroll 1
-        for (int w = 0; w < blockDim.x >> 5; w++) {
-            int s = scratch[w];
-            before += w < warp ? s : 0;
-            carry += s;
-        }
-        if (r < requests) prefix[r] = before + sum - weight;
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) prefix[requests] = carry;
-    return span;
-}
-
-// Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens.
-// `scratch` [40] is shared memory. Ends in __syncthreads.
+// Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens. All
+// threads read lengths, one warp lays them out. Ends in __syncthreads.
 __device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* begin, int* scratch) {
     Plan plan;
     int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0);
-    if (requests < 32) {
-        if (threadIdx.x < 32) {
-            Load load = {0, 0, 0};
-            int r = threadIdx.x;
-            if (r < requests) weigh(p, r, length, begin, load);
-            int n = r < requests ? length[r] : 0;
-            load.total = __reduce_add_sync(~0u, load.total);
-            load.items = __reduce_add_sync(~0u, load.items);
-            load.most = __reduce_max_sync(~0u, load.most);
-            int2 span = choose_span(p, load);
-            int weight = r < requests ? request_weight(p, r, n, span) : 0;
-            prefix[r] = warp_scan(weight) - weight;  // lanes past the last request hold the total
-            if (r == 0) *(int2*)scratch = span;
+#pragma unroll 1
+    for (int r = threadIdx.x; r < requests; r += blockDim.x) {
+        int n = 0, at = 0;
+        if (!MULTI || r < p.bs) {
+            at = PAGED ? 0 : __ldg(p.bounds + r);
+            n = PAGED ? __ldg(p.bounds + r) : __ldg(p.bounds + r + 1) - at;
         }
-    } else {
-        int2 span = plan_many(p, requests, prefix, length, begin, scratch);
-        if (threadIdx.x == 0) *(int2*)scratch = span;
+        length[r] = n < 0 ? 0 : n;
+        begin[r] = at;
+        prefix[r] = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;  // blocks, for now
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int each = (requests + 31) >> 5, first = threadIdx.x * each;
+        int last = first + each < requests ? first + each : requests;
+        Load load = {0, 0, 0};
+#pragma unroll 1
+        for (int r = first; r < last; r++) {
+            int chunks = (length[r] + CHUNK - 1) / CHUNK, blocks = chunks ? prefix[r] : 0;
+            load.total += blocks * (chunks + p.overhead);
+            load.items += blocks;
+            load.most = load.most < chunks && blocks ? chunks : load.most;
+        }
+        load.total = __reduce_add_sync(~0u, load.total);
+        load.items = __reduce_add_sync(~0u, load.items);
+        load.most = __reduce_max_sync(~0u, load.most);
+        int2 span = choose_span(p, load);
+        int sum = 0;
+#pragma unroll 1
+        for (int r = first; r < last; r++) {
+            int weight = prefix[r] * item_weight((length[r] + CHUNK - 1) / CHUNK, span.x, span.y);
+            prefix[r] = weight;
+            sum += weight;
+        }
+        int at = warp_scan(sum) - sum;
+#pragma unroll 1
+        for (int r = first; r < last; r++) {
+            int weight = prefix[r];
+            prefix[r] = at;
+            at += weight;
+        }
+        if (threadIdx.x == 31) {
+            prefix[requests] = at;
+            *(int2*)scratch = span;
+        }
     }
     __syncthreads();
     int2 span = *(int2*)scratch;

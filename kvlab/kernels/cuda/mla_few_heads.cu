@@ -38,7 +38,7 @@ struct Shared {
     __align__(16) float2 ml[NG][NH];
     float down[NH];  // what undoes a column's lift
     u64 ready;
-    int scratch[40];
+    int scratch[2];
     int flag;
 };
 
@@ -385,8 +385,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla
     ring.full = smem_u32(at);
     ring.empty = ring.full + p.num_ring * 8;
     ring.mask = at + p.num_ring * 16;
-    int room = p.bs > 31 ? p.bs + 1 : 32;
-    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + room + 1, *begin = length + room;
+    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + p.bs + 2, *begin = length + p.bs + 1;
 
     int warp = threadIdx.x >> 5;
     STAMP(0);

@@ -26,7 +26,7 @@ struct Shared {
     __align__(16) float scale[NH];
     int sees[NH], top[NH];
     u64 ready;
-    int scratch[40];
+    int scratch[2];
     int flag;
 };
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
@@ -382,8 +382,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) mla_many_h
     ring.full = smem_u32(at);
     ring.empty = ring.full + p.num_ring * 8;
     ring.mask = at + p.num_ring * 16;
-    int room = p.bs > 31 ? p.bs + 1 : 32;
-    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + room + 1, *begin = length + room;
+    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + p.bs + 2, *begin = length + p.bs + 1;
 
     int warp = threadIdx.x >> 5;
     if (threadIdx.x < p.num_ring) {
