@@ -1,6 +1,7 @@
 """What shape is this model? MLA geometry from a config.json or a preset, and one rank's share."""
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ _CLASS_DEFAULTS: dict[str, dict[str, int]] = {
     "glm_moe_dsa": {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32},
     "deepseek_v32": {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
 }
+# More than any model has of anything; a file that says more is damaged, and ranges over it would not end.
+_MOST = 10**6
 # One FP32 scale for each 128 values of an indexer row (SGLang 0.5.9 to 0.5.23, quant_block_size of the DSA
 # pool).
 INDEXER_QUANT_BLOCK = 128
@@ -134,8 +137,16 @@ def load(model: str | os.PathLike[str] | Mapping[str, Any]) -> MlaGeometry:
     preset = _preset_key(text) if isinstance(model, str) else None
     if preset is not None:
         return _preset(preset)
-    path = Path(text)
-    if path.exists() or not isinstance(model, str) or _looks_like_path(text):
+    try:
+        path = Path(text).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as e:
+        # A name longer than the system takes, or the home of a user that there is not.
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise BadInput(
+            f"--model: {text[:50]}{'…' if text[50:] else ''} is neither a preset nor a path: {reason}"
+        ) from None
+    if exists or not isinstance(model, str) or _looks_like_path(text):
         return from_config(_read_config(path), name=_config_name(path))
     raise BadInput(
         f"--model: no preset is called {text!r}{_suggest(text, presets())}; presets are "
@@ -166,15 +177,11 @@ def from_config(config: Mapping[str, Any], *, name: str = "config", source: str 
         if value is None:
             if required:
                 raise BadInput(f"{name}: {key} is missing; an MLA model's config.json has it")
-            value, said = default, f"default of the {text.get('model_type')} class in transformers 5.12.1"
+            value, said = default, f"default of the {_model_type(text)} class in transformers 5.12.1"
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < (0 if zero else 1):
-            raise BadInput(
-                f"{name}: {key} is {value!r}; it must be a whole number above {'-1' if zero else '0'}"
-            )
         sources[key] = said
-        return value
+        return _whole(value, f"{name}: {key}", least=0 if zero else 1)
 
     for key in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         values[key] = take(key, required=True, zero=key in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -198,7 +205,7 @@ def from_config(config: Mapping[str, Any], *, name: str = "config", source: str 
     sources["attention_layers"] = origin
     architecture = _architecture(config, text)
     if _is_dsa(architecture, text):
-        defaults = _CLASS_DEFAULTS.get(str(text.get("model_type")), {})
+        defaults = _CLASS_DEFAULTS.get(_model_type(text), {})
         values["index_head_dim"] = take(
             "index_head_dim", required=not defaults, default=defaults.get("index_head_dim")
         )
@@ -311,16 +318,16 @@ def _config_name(path: Path) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    path = path.expanduser()
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         raise BadInput(f"--model: no file {path}; give a config.json, its folder or a preset's name")
     try:
-        config = msgspec.json.decode(path.read_bytes())
+        # The standard library's reader: like transformers, which writes NaN and Infinity, it takes them.
+        config = json.loads(path.read_bytes())
     except OSError as e:
         raise BadInput(f"--model: {path} cannot be read: {e.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise BadInput(f"--model: {path} is not JSON: {e}; give a Hugging Face config.json") from None
     if not isinstance(config, dict):
         raise BadInput(f"--model: {path} holds a {type(config).__name__}, a config.json holds an object")
@@ -352,12 +359,18 @@ def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | N
 def _is_dsa(architecture: str | None, text: Mapping[str, Any]) -> bool:
     if architecture is not None and architecture not in _DSA:
         return False
-    return text.get("index_topk") is not None or text.get("model_type") in _CLASS_DEFAULTS
+    return text.get("index_topk") is not None or _model_type(text) in _CLASS_DEFAULTS
+
+
+def _model_type(text: Mapping[str, Any]) -> str:
+    """`model_type`, "" where the file leaves it out."""
+    kind = text.get("model_type")
+    return kind if isinstance(kind, str) else ""
 
 
 def _attention_layers(text: Mapping[str, Any], name: str, take: Any) -> int:
     """Layers that keep a latent row, by model type."""
-    kind = str(text.get("model_type", ""))
+    kind = _model_type(text)
     if "compress_ratios" in text or ("layer_group_size" in text and text["layer_group_size"] != 1):
         raise BadInput(
             f"{name}: {kind or 'the model'} mixes MLA with other attention in a way kvlab does not count; "
@@ -366,11 +379,18 @@ def _attention_layers(text: Mapping[str, Any], name: str, take: Any) -> int:
     if kind.startswith("longcat_flash"):
         # Two attention blocks a layer: SGLang's num_attention_layers is twice num_hidden_layers.
         return 2 * take("num_layers", required=True)
+    layers = take("num_hidden_layers", required=True)
     hybrid = text.get("linear_attn_config")
-    if isinstance(hybrid, Mapping) and isinstance(hybrid.get("full_attn_layers"), list):
-        # Kimi-Linear: only the full-attention layers have a latent pool.
-        return len(hybrid["full_attn_layers"])
-    return take("num_hidden_layers", required=True)
+    if hybrid is None:
+        return layers
+    # Kimi-Linear: only the full-attention layers, numbered from 1, have a latent pool.
+    full = hybrid.get("full_attn_layers") if isinstance(hybrid, Mapping) else None
+    numbers = {i for i in full if type(i) is int and 1 <= i <= layers} if isinstance(full, list) else set()
+    if not numbers or len(numbers) < len(full):
+        raise BadInput(
+            f"{name}: linear_attn_config must list full_attn_layers, distinct numbers from 1 to {layers}"
+        )
+    return len(full)
 
 
 def _shared_indexer_layers(text: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
@@ -384,9 +404,16 @@ def _shared_indexer_layers(text: Mapping[str, Any], layers: int, name: str) -> t
     freq, offset = text.get("index_topk_freq"), text.get("index_skip_topk_offset")
     freq, offset = 1 if freq is None else freq, 2 if offset is None else offset
     for key, value in (("index_topk_freq", freq), ("index_skip_topk_offset", offset)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadInput(f"{name}: {key} is {value!r}; it must be a whole number above 0")
+        _whole(value, f"{name}: {key}")
     return tuple(i for i in range(layers) if max(i - offset + 1, 0) % freq)
+
+
+def _whole(value: Any, what: str, *, least: int = 1) -> int:
+    """`value` if it is a whole number from `least` to _MOST; raises BadInput."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:50]}…"
+        raise BadInput(f"{what} is {shown}; it must be a whole number from {least} to {_MOST:,}")
+    return value
 
 
 def _positive(option: str, value: int) -> None:

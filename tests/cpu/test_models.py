@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -182,6 +183,15 @@ def test_hybrids_count_only_layers_with_a_latent_row():
         (config(v_head_dim=...), "v_head_dim is missing"),
         (config(num_hidden_layers=1.5), "num_hidden_layers is 1.5"),
         (config(index_topk=1, index_head_dim=100), "multiple of 128"),
+        (config(kv_lora_rank=float("nan")), "kv_lora_rank is nan"),
+        (config(num_hidden_layers=10**30), "num_hidden_layers is 1000"),
+        (config(num_hidden_layers=10**6 + 1), "from 1 to 1,000,000"),
+        (config(linear_attn_config="x"), "full_attn_layers"),
+        (config(linear_attn_config={}), "full_attn_layers"),
+        (config(linear_attn_config={"full_attn_layers": []}), "full_attn_layers"),
+        (config(linear_attn_config={"full_attn_layers": [1, 1]}), "full_attn_layers"),
+        (config(linear_attn_config={"full_attn_layers": [62]}), "full_attn_layers"),
+        (config(linear_attn_config={"full_attn_layers": [[]]}), "full_attn_layers"),
         (config(index_topk=1, index_head_dim=128, index_topk_freq=0), "index_topk_freq is 0"),
     ],
 )
@@ -198,6 +208,107 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(BadInput, match=r"config\.json"):
         models.load(str(path))
+
+
+@given(
+    key=st.sampled_from(
+        [
+            *config(),
+            "text_config",
+            "linear_attn_config",
+            "index_topk",
+            "index_topk_freq",
+            "indexer_types",
+            "layer_group_size",
+            "compress_ratios",
+            "n_group",
+            "use_mla",
+        ]
+    ),
+    value=st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers(-2, 2**70) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=3,
+    ),
+    dsa=st.booleans(),
+)
+def test_no_value_of_a_config_does_more_than_be_refused(key, value, dsa):
+    made = config(**({"index_topk": 2048, "index_head_dim": 128} if dsa else {})) | {key: value}
+    refusal = ""
+    try:
+        geometry = models.load(made)
+    except BadInput as e:
+        refusal = str(e)
+    if refusal:
+        assert "\n" not in refusal
+        assert len(refusal) < 400
+    else:
+        assert models.rank(geometry).layers == geometry.attention_layers > 0
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_what_python_writes_as_json_is_read(tmp_path, encoding):
+    """json.dumps writes NaN and Infinity, and editors a byte-order mark."""
+    text = json.dumps(config(router_bias=float("nan"), limit=float("inf")))
+    (tmp_path / "config.json").write_text(text, encoding=encoding)
+    assert models.load(tmp_path).latent_dim == 576
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~nobody-has-this-name/x", "./" + "b/" * 3000])
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(BadInput, match="--model") as refused:
+        models.load(name)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_link_to_itself_and_a_folder_without_a_config_are_refused(tmp_path):
+    (tmp_path / "config.json").symlink_to("config.json")
+    (tmp_path / "empty" / "config.json").mkdir(parents=True)
+    for path in (tmp_path, tmp_path / "empty"):
+        with pytest.raises(BadInput, match=r"no file .*config\.json"):
+            models.load(path)
+
+
+def test_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    assert models.load("~").latent_dim == models.load("~/config.json").latent_dim == 576
+
+
+def test_every_mla_class_that_transformers_ships_is_read(tmp_path):
+    """By its own file: no class with a latent rank is refused or read with another row than it says."""
+    from transformers.models import auto
+
+    read = {}
+    for kind, class_name in auto.configuration_auto.CONFIG_MAPPING_NAMES.items():
+        source = Path(transformers.__file__).parent / "models" / _module(kind)
+        if not any("kv_lora_rank" in f.read_text() for f in source.glob("configuration_*.py")):
+            continue
+        shipped = getattr(transformers, class_name)()
+        if getattr(shipped, "kv_lora_rank", None) is None:
+            continue
+        shipped.save_pretrained(tmp_path / kind)
+        geometry = models.load(tmp_path / kind)
+        read[kind] = geometry.attention_layers
+        assert geometry.latent_dim == shipped.kv_lora_rank + shipped.qk_rope_head_dim, kind
+        assert geometry.num_attention_heads == shipped.num_attention_heads, kind
+    assert {
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "longcat_flash",
+        "mistral4",
+        "youtu",
+    } <= read.keys()
+    assert (read["longcat_flash"], read["glm_moe_dsa"]) == (56, 78)
+
+
+def _module(kind):
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    return model_type_to_module_name(kind)
 
 
 def test_unknown_names_get_the_nearest_presets_and_paths_are_named():
