@@ -115,8 +115,8 @@ def problems(old, new):
                 # Two digits meet by chance.
                 moved.add(digits(shown))
     for anchor, title, shown in again:
-        # The source text may happen to say the same figure; a parameter or a constant may not.
-        if digits(shown) in moved and not title.startswith("reported") and not rests_on_a_recording(title):
+        # The source text, or arithmetic on it, may give the same figure (SGLang's log does); a parameter may not.
+        if digits(shown) in moved and "claims.yml" not in title and not rests_on_a_recording(title):
             found.append(f"{anchor} is a copy: {shown}")
     plain = [
         re.sub(r"<[^>]+>", " ", PLOTTED.sub(" ", CELL_NUMBER.sub(" ", NUMBER.sub(" ", page))))
