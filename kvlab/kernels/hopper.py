@@ -54,10 +54,9 @@ class Variant:
         given |= {"CLUSTER": self.cluster, "FIXED_SHARED": self.fixed_shared}
         return nvrtc.Source(self.file, self.entry, nvrtc.defines(given) + self.macros)
 
-    def ctas(self, device: int) -> int:
-        """CTAs of the persistent grid; clusters of 4 and 8 do not fit into every last SM of a GPC."""
-        sms = _sms(device) * self.ctas_per_sm
-        return sms // 2 * 2 if self.cluster <= 2 else sms // 8 * 8 // self.cluster * self.cluster
+    def most_ctas(self, device: int) -> int:
+        """CTAs of the persistent grid at most."""
+        return _sms(device) * self.ctas_per_sm // self.cluster * self.cluster
 
     def slots(self, ctas: int) -> int:
         """Places for partial results: two a CTA, and with clusters two each of those."""
@@ -65,7 +64,7 @@ class Variant:
 
     def workspace_bytes(self, device: int) -> int:
         """Bytes of scratch: tickets, running maxima and sums, partial results."""
-        slots = self.slots(self.ctas(device))
+        slots = self.slots(self.most_ctas(device))
         return TICKET_BYTES + slots * self.columns * (8 * self.cluster + RANK * 4)
 
     def layout(self, batch: int) -> tuple[int, int]:
@@ -90,7 +89,6 @@ def few_heads(
     producers: int = 4,
     q_shared: bool = False,
     probe: int = 0,
-    trace: int = 0,
     min_span: int = 8,
     overhead: int = 2,
     cluster: int = 1,
@@ -113,7 +111,6 @@ def few_heads(
         "PRODUCERS": producers,
         "Q_SHARED": q_shared,
         "PROBE": probe,
-        "TRACE": trace,
     }
     return Variant(
         "mla_few_heads.cu",
@@ -171,8 +168,9 @@ def choose(columns: int, batch: int) -> Variant:
     """The measured best variant for this many query columns (heads x query tokens) a request."""
     held = 8 if columns <= 8 else 16 if columns <= 16 else 32 if columns <= 32 else 64
     items = batch * -(-columns // held)
-    # Clusters of 4 and 8 leave SMs idle: not every GPC has room for its last one.
-    cluster = 2 if held > 8 and items <= 66 else 1
+    # A cluster's CTAs add up faster than a crowd of single ones, the more so the wider an item is; but
+    # clusters of 8 leave SMs unused, and whole items need no adding.
+    cluster = 1 if held == 8 or items > 66 else 2 if items > 4 else 8
     if held == 8:
         return few_heads(8, 2, 4, cluster=cluster)
     if held == 16:
@@ -294,7 +292,8 @@ def mla_decode(
     free; rows [slots, 576 (512)] float8_e4m3fn or float8_e5m2, row stride free; `q_indptr` int32 [bs + 1]
     bounds each request's query tokens (None: one each), causal among themselves. Writes `out` [tokens, heads,
     512] of Q's dtype and, where given, `lse` float32 [tokens, heads]: natural logarithm, base 2 with
-    `lse_base2`. A token that sees nothing: out 0, lse -inf. Raises BadInput naming the argument that is wrong.
+    `lse_base2`. A token that sees nothing: out 0, lse -inf. Raises BadInput naming the argument that is
+    wrong.
     """
     pool = rows_2d("rows", rows)
     device = pool.device
@@ -345,8 +344,11 @@ def mla_decode(
     elif workspace.numel() * workspace.element_size() < need:
         raise BadInput(f"workspace: expected at least {need} bytes, got {workspace.numel()}")
 
-    ctas = variant.ctas(device.index)
     ring, shared = variant.layout(active.batch)
+    with torch.cuda.device(device):
+        source = specialise(variant, q_nope, q_pe, pool, active, q_indptr, logit_cap)
+        kernel = nvrtc.load(source, device.index)
+    ctas = _grid(variant, kernel, device.index, shared)
     base = workspace.data_ptr()
     ml = base + TICKET_BYTES
     scale = sm_scale * k_scale
@@ -387,10 +389,24 @@ def mla_decode(
         v_scale=k_scale,
     )
     with torch.cuda.device(device):
-        source = specialise(variant, q_nope, q_pe, pool, active, q_indptr, logit_cap)
-        kernel = nvrtc.load(source, device.index)
         kernel.launch(ctas, variant.threads, shared, torch.cuda.current_stream(device).cuda_stream, params)
     return out, lse
+
+
+_grids: dict[tuple[Variant, int, int], int] = {}
+
+
+def _grid(variant: Variant, kernel: nvrtc.Kernel, device: int, shared: int) -> int:
+    """CTAs of the persistent grid: all that the device holds at once."""
+    key = (variant, device, shared)
+    if key not in _grids:
+        ctas = variant.most_ctas(device)
+        if variant.cluster > 1:
+            with torch.cuda.device(device):
+                clusters = kernel.max_clusters(variant.cluster, variant.threads, shared)
+            ctas = min(ctas, clusters * variant.cluster)
+        _grids[key] = ctas
+    return _grids[key]
 
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""How does a CUDA C++ kernel get onto a serving host that has no nvcc? NVRTC, which torch's wheels bring along.
+"""How does a CUDA C++ kernel get onto a serving host without nvcc? Through NVRTC, which torch's wheels bring.
 
 Kernels are package data in `cuda/`. `build` compiles one to a cubin, kept on disk under
 $KVLAB_CACHE (else $XDG_CACHE_HOME/kvlab, else ~/.cache/kvlab); `load` puts it on a device, once a process.
@@ -19,6 +19,7 @@ from typing import Any
 SOURCES = Path(__file__).resolve().parent / "cuda"
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -137,18 +138,64 @@ class Kernel:
     module: ctypes.c_void_p
     shared: int = 0  # the most dynamic shared memory asked for so far, bytes
 
-    def launch(self, grid: int, threads: int, shared: int, stream: int, params: ctypes.Structure) -> None:
-        """Launch on a CUDA stream handle; `params` is the kernel's one argument, by value."""
+    def allow(self, shared: int) -> None:
+        """Let a block have this much dynamic shared memory, bytes."""
         if shared > self.shared:
             _check(
                 "cuFuncSetAttribute", driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared)
             )
             self.shared = shared
+
+    def max_clusters(self, cluster: int, threads: int, shared: int) -> int:
+        """How many clusters of that many blocks the device holds at once; not every GPC is filled."""
+        self.allow(shared)
+        attribute = _ClusterAttribute(id=_CLUSTER_DIMENSION, dims=(cluster, 1, 1))
+        config = _LaunchConfig(
+            grid=(cluster, 1, 1),
+            block=(threads, 1, 1),
+            shared=shared,
+            attributes=ctypes.addressof(attribute),
+            num_attributes=1,
+        )
+        found = ctypes.c_int()
+        status = driver().cuOccupancyMaxActiveClusters(
+            ctypes.byref(found), self.function, ctypes.byref(config)
+        )
+        _check("cuOccupancyMaxActiveClusters", status)
+        return found.value
+
+    def launch(self, grid: int, threads: int, shared: int, stream: int, params: ctypes.Structure) -> None:
+        """Launch on a CUDA stream handle; `params` is the kernel's one argument, by value."""
+        self.allow(shared)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         status = driver().cuLaunchKernel(
             self.function, grid, 1, 1, threads, 1, 1, shared, ctypes.c_void_p(stream), arguments, None
         )
         _check("cuLaunchKernel", status)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class _ClusterAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, as CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("dims", ctypes.c_uint * 3),
+        ("rest", ctypes.c_byte * 52),
+    )
 
 
 _loaded: dict[tuple[Source, int], Kernel] = {}

@@ -32,13 +32,16 @@ typedef long long i64;
 #define SLOT_BYTES (CHUNK * ROW_PITCH)
 #define NT (NH / 8)
 #define TILES (RANK / 16 * NT)
-#define MAX_FAN 16  // more parts than this are merged in two levels
+#define MAX_FAN 8  // more parts than this are merged in two levels
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_DIMS
 #endif
 #define INFINITY_F __int_as_float(0x7f800000)
+// The running maximum of a column that has seen nothing: below all logits, and finite, so that no difference of
+// two is NaN.
+#define NOTHING -1e30f
 // P is kept as 2^(x - m + P_BIAS): as far up in FP16's range as a running maximum that may lag by P_LAG allows.
 #define P_BIAS 8.0f
 #define P_LAG 7.0f
@@ -519,8 +522,7 @@ __device__ __forceinline__ float inverse_sum(const Params& p, float l) {
     return l == 0.f ? 0.f : p.v_scale * rcp_fast(l);
 }
 
-// exp2(m - top), 0 for a part that saw nothing.
-__device__ __forceinline__ float weight_of(float m, float top) { return m == -INFINITY_F ? 0.f : exp2_fast(m - top); }
+__device__ __forceinline__ float weight_of(float m, float top) { return exp2_fast(m - top); }
 
 // Zeros for requests without tokens, whose queries see nothing; spread over all CTAs.
 __device__ __noinline__ void zero_empty(const Params& p, const Plan& plan, int thread, int threads) {
@@ -547,25 +549,27 @@ __device__ __forceinline__ int part_slot(const Plan& plan, const Item& it, int m
 // Add up `n` partial results in order: slots `from`, from + step + bump, from + 2 * step + bump ...; this CTA's slice
 // of the dims. All MERGE_WARPS warps call it; the result goes to `out` when `to_slot` is negative, else to that
 // slot. A part's sums and its accumulators are loaded at once, so the running maximum is raised on the way.
-#define BATCH 4
 #define SLICE (RANK / 16 / CLUSTER)
+#define OWN_TILES (SLICE * NT / MERGE_WARPS)  // of a warp
+#define BATCH (OWN_TILES < 2 ? 1 : OWN_TILES < 8 ? OWN_TILES : 8)
+#define AT_ONCE (BATCH > 4 ? 2 : 4)  // parts; with BATCH, what a lane loads before it waits
 __device__ __noinline__ void merge_parts(const Params& p, const Item& it, int from, int step, int bump, int n, int rank,
                                          int ml_rank, int to_slot, int warp) {
     int lane = threadIdx.x & 31, nt = warp % NT, col = 8 * nt + 2 * (lane & 3);
     Target to = target_of(p, it, col);
-    float m0 = -INFINITY_F, m1 = -INFINITY_F, l0 = 0.f, l1 = 0.f;
+    float m0 = NOTHING, m1 = NOTHING, l0 = 0.f, l1 = 0.f;
 #pragma unroll 1
     for (int base = warp / NT; base < SLICE; base += BATCH * (MERGE_WARPS / NT)) {
         float4 o[BATCH];
-        m0 = m1 = -INFINITY_F;
+        m0 = m1 = NOTHING;
         l0 = l1 = 0.f;
 #pragma unroll
         for (int j = 0; j < BATCH; j++) o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-        for (int k0 = 0; k0 < n; k0 += 4) {
-            float4 c[4], x[4][BATCH];
+        for (int k0 = 0; k0 < n; k0 += AT_ONCE) {
+            float4 c[AT_ONCE], x[AT_ONCE][BATCH];
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
+            for (int k = 0; k < AT_ONCE; k++) {
                 int kk = k0 + k < n ? k0 + k : n - 1;
                 i64 slot = from + kk * step + (kk ? bump : 0);
                 const float4* part = p.partial + (slot * TILES + rank * SLICE * NT + nt) * 32 + lane;
@@ -577,7 +581,7 @@ __device__ __noinline__ void merge_parts(const Params& p, const Item& it, int fr
                 }
             }
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
+            for (int k = 0; k < AT_ONCE; k++) {
                 if (k0 + k >= n) break;
                 float t0 = fmaxf(m0, c[k].x), t1 = fmaxf(m1, c[k].z);
                 float f0 = weight_of(c[k].x, t0), f1 = weight_of(c[k].z, t1), g0 = weight_of(m0, t0),

@@ -6,20 +6,9 @@
 // with P. NG groups run unsynchronised on different chunks, each with its own running maximum, and are merged
 // once at the end of an item. Rows stay FP8 until they are in registers.
 //
-// Compile-time: those of mla_common.cuh, G, NG, Q_SHARED (Q stays in shared memory, else in registers), MERGE_ROUNDS, MIN_CTAS a SM,
-// REGISTERS and PRODUCER_REGISTERS (or 0), FIXED_SHARED bytes before the ring, PROBE 1 to load only.
-
-#if TRACE
-#define STAMP(k)                                                                                             \
-    do {                                                                                                     \
-        u64 now;                                                                                             \
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));                                               \
-        if ((threadIdx.x & 31) == 0)                                                                         \
-            ((u64*)((u8*)p.tickets + TRACE))[(blockIdx.x * 32 + (threadIdx.x >> 5)) * 8 + (k)] = now;        \
-    } while (0)
-#else
-#define STAMP(k)
-#endif
+// Compile-time: those of mla_common.cuh, G, NG, Q_SHARED (Q stays in shared memory, else in registers),
+// MERGE_ROUNDS, MIN_CTAS a SM, REGISTERS and PRODUCER_REGISTERS (or 0), FIXED_SHARED bytes before the ring, PROBE 1
+// to load only, which tells the loads' share of the time.
 
 #define WARPS (G * NG)
 #define MERGE_WARPS WARPS
@@ -214,7 +203,7 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float m = top[n][i] > st.m[n][i] + P_BIAS ? top[n][i] - P_BIAS : st.m[n][i];
-                f[i] = m == st.m[n][i] ? 1.f : exp2_fast(st.m[n][i] - m);
+                f[i] = exp2_fast(st.m[n][i] - m);
                 st.m[n][i] = m;
                 st.l[n][i] *= f[i];
             }
@@ -229,9 +218,8 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
     for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float m = st.m[n][i] == -INFINITY_F ? 0.f : st.m[n][i];
-            s[0][n][i] = exp2_fast(s[0][n][i] - m);
-            s[0][n][i + 2] = exp2_fast(s[0][n][i + 2] - m);
+            s[0][n][i] = exp2_fast(s[0][n][i] - st.m[n][i]);
+            s[0][n][i + 2] = exp2_fast(s[0][n][i + 2] - st.m[n][i]);
             st.l[n][i] += s[0][n][i] + s[0][n][i + 2];
         }
         b[n][0] = transpose8(pack_half(s[0][n][0], s[0][n][1]));
@@ -282,10 +270,9 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
                     make_float4(a[0], a[1], a[2], a[3]);
             }
         named_sync(1, WARPS * 32);
-        if (r == 0) STAMP(5);
         // This round's tiles, spread over all warps; a warp's are all of the same 8 columns.
         int n = warp % NT, col = 8 * n + 2 * t;
-        float m0 = -INFINITY_F, m1 = -INFINITY_F, l0 = 0.f, l1 = 0.f, f[NG][2];
+        float m0 = NOTHING, m1 = NOTHING, l0 = 0.f, l1 = 0.f, f[NG][2];
         float4 ml[NG];
 #pragma unroll
         for (int j = 0; j < NG; j++) {
@@ -326,7 +313,6 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
             }
         }
     }
-    STAMP(6);
 }
 
 // One item's chunks, of which `done` lie before it in this CTA.
@@ -339,14 +325,13 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            st.m[n][i] = -INFINITY_F;
+            st.m[n][i] = NOTHING;
             st.l[n][i] = 0.f;
 #pragma unroll
             for (int k = 0; k < LATENT; k++) st.acc[k][n][i] = st.acc[k][n][i + 2] = 0.f;
         }
     stage_q(p, it, sh, warp);
     load_q(p, it, sh, st, w);
-    STAMP(2);
     // This CTA's chunk n goes to group n % NG; the ring's slots are a multiple of NG.
     int skip = (group - done % NG + NG) % NG, n = done + skip, turn = divide(n, ring.slots);
     int slot = n - turn * ring.slots;
@@ -354,9 +339,6 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
 #pragma unroll 1
     for (int c = it.first + skip; c < it.last; c += NG) {
         mbar_wait(ring.full + slot * 8, phase);
-#if TRACE
-        if (c == it.first + skip) STAMP(3);
-#endif
 #if !PROBE
         round ^= 1;
         chunk(p, sh, st, ring.data + slot * SLOT_BYTES + lane_at, *(volatile u16*)(ring.mask + 2 * slot), c * CHUNK,
@@ -370,7 +352,6 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
             phase ^= 1;
         }
     }
-    STAMP(4);
     finish_item(p, it, sh, st, slot_out, group, w);
 }
 
@@ -388,7 +369,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla
     int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + p.bs + 2, *begin = length + p.bs + 1;
 
     int warp = threadIdx.x >> 5;
-    STAMP(0);
     if (threadIdx.x < p.num_ring) {
         mbar_init(ring.full + threadIdx.x * 8, FULL_ARRIVALS);
         mbar_init(ring.empty + threadIdx.x * 8, G);
@@ -399,7 +379,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla
     cluster_arrive();
 #endif
     Plan plan = make_plan(p, prefix, length, begin, sh.scratch);  // ends in __syncthreads
-    STAMP(1);
     Item it;
     int pos = plan.lo, done = 0, round = 0, merges = 0;
     bool more = next_item(p, plan, pos, it);
@@ -409,7 +388,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla
 #endif
         while (more) {
             produce(p, plan, it, ring, warp - WARPS, done);
-            STAMP(5);
             done += it.last - it.first;
             more = next_item(p, plan, pos, it);
         }
@@ -420,7 +398,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla
         while (more) {
             if (it.last > it.first) consume(p, it, ring, sh, part_slot(plan, it, merges), warp, done, round);
             if (!it.is_mine()) finish_parts(p, plan, it, ready, merges++, &sh.flag, warp);
-            STAMP(7);
             done += it.last - it.first;
             more = next_item(p, plan, pos, it);
         }

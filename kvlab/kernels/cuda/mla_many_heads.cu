@@ -89,37 +89,46 @@ __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b
 // for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
 __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
     int lane = threadIdx.x & 31;
-#pragma unroll 4
-    for (int col = warp; col < NH; col += WARPS) {
-        Column c = column_of(p, it, col);
-        int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
-        const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
-        uint2 x[5];
+    constexpr int at_once = 4;  // columns, all loaded before the first is looked at
+#pragma unroll 1
+    for (int base = warp; base < NH; base += at_once * WARPS) {
+        uint2 x[at_once][5];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = __ldg(nope + 32 * j);
+        for (int i = 0; i < at_once; i++) {
+            Column c = column_of(p, it, base + i * WARPS);
+            int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
+            const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[i][j] = __ldg(nope + 32 * j);
 #if ROPE
-        x[4] = __ldg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
+            x[i][4] = __ldg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
 #else
-        x[4] = x[3];
+            x[i][4] = x[i][3];
 #endif
-        float up = lift(largest(x));
-        if (lane == 0) {
-            sh.scale[col] = p.scale * unlift(up);
-            sh.sees[col] = c.sees;
-            sh.m[col] = -INFINITY_F;
-            sh.top[col] = ordered(-INFINITY_F);
         }
 #pragma unroll
-        for (int j = 0; j < (ROPE ? 5 : 4); j++) {
-            float a, b, d, e;
-            unpack_q(x[j].x, a, b);
-            unpack_q(x[j].y, d, e);
-            int piece = 8 * j + (lane >> 2);
-            if (j < 4 || lane < 16) {
-                u32 at = smem_u32(sh.q[piece >> 2]) + col * 128 + 4 * (lane & 3);
-                u32 first = 2 * (piece & 3) ^ (col & 7), second = first ^ 1;
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + first * 16), "r"(pack_half(a * up, b * up)));
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + second * 16), "r"(pack_half(d * up, e * up)) : "memory");
+        for (int i = 0; i < at_once; i++) {
+            int col = base + i * WARPS;
+            float up = lift(largest(x[i]));
+            if (lane == 0) {
+                sh.scale[col] = p.scale * unlift(up);
+                sh.sees[col] = column_of(p, it, col).sees;
+                sh.m[col] = NOTHING;
+                sh.top[col] = ordered(-INFINITY_F);
+            }
+#pragma unroll
+            for (int j = 0; j < (ROPE ? 5 : 4); j++) {
+                float a, b, d, e;
+                unpack_q(x[i][j].x, a, b);
+                unpack_q(x[i][j].y, d, e);
+                int piece = 8 * j + (lane >> 2);
+                if (j < 4 || lane < 16) {
+                    u32 at = smem_u32(sh.q[piece >> 2]) + col * 128 + 4 * (lane & 3);
+                    u32 first = 2 * (piece & 3) ^ (col & 7), second = first ^ 1;
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + first * 16), "r"(pack_half(a * up, b * up)));
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + second * 16), "r"(pack_half(d * up, e * up))
+                                 : "memory");
+                }
             }
         }
     }
@@ -304,8 +313,6 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
             for (int i = 0; i < 2; i++) {
                 float* v = s + 4 * (n + i);
                 float2 m = *(const float2*)&sh.m[8 * (n + i) + 2 * t];
-                m.x = m.x == -INFINITY_F ? 0.f : m.x;
-                m.y = m.y == -INFINITY_F ? 0.f : m.y;
                 v[0] = exp2_fast(v[0] - m.x);
                 v[1] = exp2_fast(v[1] - m.y);
                 v[2] = exp2_fast(v[2] - m.x);
