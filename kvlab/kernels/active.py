@@ -16,9 +16,9 @@ class ActiveSlots:
     Two layouts, the two that SGLang hands to its MLA kernels:
 
     - ragged (flashinfer_mla): `table` is `kv_indices`, int32 or int64 [capacity], one slot a token;
-      `bounds` is `kv_indptr`, int32 [bs + 1] from 0. Request b reads
-      `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`. Under CUDA graphs the buffer is static: only the prefix
-      `kv_indptr[bs]` is valid and a stale tail follows.
+      `bounds` is `kv_indptr`, int32 [bs + 1] from 0, never falling. Request b reads
+      `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`; casts take the whole prefix. Under CUDA graphs the buffer
+      is static: only the prefix `kv_indptr[bs]` is valid and a stale tail follows.
     - paged (fa3): `table` is `page_table`, int32 [bs, pages] of page ids; `bounds` is `lengths`, int32 [bs],
       in tokens. Request b reads positions 0 … lengths[b] - 1; position p is slot
       `page_table[b, p // page_size] * page_size + p % page_size`. What follows the last page is stale or -1.
@@ -44,7 +44,7 @@ class ActiveSlots:
     @classmethod
     def paged(cls, page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> "ActiveSlots":
         """Pages. `page_table` int32 [bs, pages], row stride free; `lengths` int32 [bs] in tokens."""
-        if not isinstance(page_size, int) or page_size < 1:
+        if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
             raise BadInput(f"page_size: expected a whole number of tokens, 1 or more, got {page_size!r}")
         expect("page_table", page_table, "[bs, pages]", dims=2, dtypes=(torch.int32,))
         expect(

@@ -57,11 +57,19 @@ def expect(
 def rows_2d(name: str, rows: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FP8_DTYPES) -> torch.Tensor:
     """A layer's pool as [slots, row]: accepts [slots, row] and SGLang's [slots, 1, row]; no copy.
 
-    The row stride may exceed the row. Raises BadInput for uint8 (view it as its FP8 dtype first).
+    The row stride may exceed the row; where rows are written (WIDE_DTYPES alone) it may not fall short of it.
+    Raises BadInput for uint8 (view it as its FP8 dtype first).
     """
     expect(name, rows, "[slots, row] or [slots, 1, row]", dims=(2, 3), dtypes=dtypes)
     if rows.dim() == 3:
         if rows.shape[1] != 1:
             raise BadInput(f"{name}: expected [slots, 1, row], one latent head, got {described(rows)}")
         rows = rows.squeeze(1)
+    if dtypes == WIDE_DTYPES and rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        raise BadInput(
+            f"{name}: rows overlap in memory, their stride is {rows.stride(0)}; "
+            f"expected {rows.shape[1]} or more"
+        )
+    if not rows.shape[1]:
+        raise BadInput(f"{name}: expected rows of 1 value or more, got {described(rows)}")
     return rows

@@ -21,7 +21,9 @@ def _walk(bounds, batch, limit, page_size, BATCH: tl.constexpr, LANES: tl.conste
     if BATCH:
         request = tl.arange(0, BATCH)
         lengths = tl.load(bounds + request, mask=request < batch, other=0)
-        pages = tl.minimum((tl.maximum(lengths, 0) + page_size - 1) // page_size, limit)
+        # Bounded before it is rounded up: a stale length near 2^31 must not wrap.
+        lengths = tl.minimum(tl.maximum(lengths, 0), limit * page_size)
+        pages = (lengths + page_size - 1) // page_size
         return tl.sum((pages + LANES - 1) // LANES, 0)
     return (tl.minimum(tl.load(bounds + batch), limit) + LANES - 1) // LANES
 
@@ -39,25 +41,28 @@ def _entries(
     BATCH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One tile of the table: (entry, its place, is it valid, does it name one of `units`, tokens used)."""
+    """One tile of the table: (entry, its request, its place there, valid, names one of `units`, tokens used).
+
+    A ragged table counts as one request.
+    """
     lane = tl.arange(0, LANES)
     if BATCH:
         request = tl.arange(0, BATCH)
-        lengths = tl.maximum(tl.load(bounds + request, mask=request < batch, other=0), 0)
-        pages = tl.minimum((lengths + page_size - 1) // page_size, limit)
+        lengths = tl.load(bounds + request, mask=request < batch, other=0)
+        lengths = tl.minimum(tl.maximum(lengths, 0), limit * page_size)
+        pages = (lengths + page_size - 1) // page_size
         ends = tl.cumsum((pages + LANES - 1) // LANES, 0)
-        b = tl.sum((ends <= tile).to(tl.int32), 0)
+        b = tl.sum((ends <= tile).to(tl.int64), 0)
         at = (tile - tl.max(tl.where(ends <= tile, ends, 0), 0)) * LANES + lane
         valid = at < tl.sum(tl.where(request == b, pages, 0), 0)
         used = tl.minimum(tl.sum(tl.where(request == b, lengths, 0), 0) - at * page_size, page_size)
-        place = b.to(tl.int64) * table_stride + at
     else:
+        b = tl.full([], 0, tl.int64)
         at = tile * LANES + lane
         valid = at < tl.minimum(tl.load(bounds + batch), limit)
         used = tl.full([LANES], 1, tl.int32)
-        place = at.to(tl.int64)
-    entry = tl.load(table + place, mask=valid, other=-1).to(tl.int64)
-    return entry, place, valid, valid & (entry >= 0) & (entry < units), used
+    entry = tl.load(table + b * table_stride + at, mask=valid, other=-1).to(tl.int64)
+    return entry, b, at, valid, valid & (entry >= 0) & (entry < units), used
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -78,7 +83,7 @@ def _mark(
     for tile in range(
         tl.program_id(0), _walk(bounds, batch, limit, page_size, BATCH, LANES), tl.num_programs(0)
     ):
-        entry, _, _, named, used = _entries(
+        entry, _, _, _, named, used = _entries(
             table, bounds, table_stride, batch, limit, page_size, units, tile, BATCH, LANES
         )
         tl.atomic_min(first + entry, tile * LANES + tl.arange(0, LANES), mask=named, sem="relaxed")
@@ -106,7 +111,7 @@ def _count(
     start = tl.program_id(0) * stretch
     found = tl.zeros([LANES], tl.int32)
     for tile in range(start, tl.minimum(start + stretch, tiles)):
-        entry, _, _, named, _ = _entries(
+        entry, _, _, _, named, _ = _entries(
             table, bounds, table_stride, batch, limit, page_size, units, tile, BATCH, LANES
         )
         key = tile * LANES + tl.arange(0, LANES)
@@ -143,7 +148,7 @@ def _rank(
     program = tl.arange(0, PROGRAMS)
     base = tl.sum(tl.load(partial + program, mask=program < tl.program_id(0), other=0), 0)
     for tile in range(start, tl.minimum(start + stretch, tiles)):
-        entry, _, _, named, _ = _entries(
+        entry, _, _, _, named, _ = _entries(
             table, bounds, table_stride, batch, limit, page_size, units, tile, BATCH, LANES
         )
         key = tile * LANES + tl.arange(0, LANES)
@@ -184,15 +189,13 @@ def _renumber(
     for tile in range(
         tl.program_id(0), _walk(bounds, batch, limit, page_size, BATCH, LANES), tl.num_programs(0)
     ):
-        entry, place, valid, named, _ = _entries(
+        entry, b, at, valid, named, _ = _entries(
             table, bounds, table_stride, batch, limit, page_size, units, tile, BATCH, LANES
         )
         new = tl.where(named, tl.load(rank + entry, mask=named, other=0).to(tl.int64), entry)
         if BATCH:
-            request = place // table_stride
-            place = request * new_stride + (place - request * table_stride)
             tl.store(filled + entry, 0, mask=named)
-        tl.store(new_indices + place, new, mask=valid)
+        tl.store(new_indices + b * new_stride + at, new, mask=valid)
         tl.store(first + entry, NEVER, mask=named)
 
 
@@ -248,6 +251,8 @@ def map_workspace(active: ActiveSlots, num_slots: int, rows: int | None = None) 
     12 bytes a slot or page of the pool, and the map itself. `rows`: what the compact buffer holds, where the
     caller knows a bound on the distinct slots; by default what always suffices (`compact_rows`).
     """
+    if not isinstance(num_slots, int) or num_slots < 0:
+        raise BadInput(f"num_slots: expected the pool's slots, a whole number, got {num_slots!r}")
     most = compact_rows(active, num_slots)
     rows = most if rows is None else min(rows, most)
     if rows < 0 or rows % active.page_size:
@@ -285,6 +290,8 @@ def _programs(device: torch.device) -> int:
 
 def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None = None) -> SlotMap:
     """Find the distinct slots (pages, when paged) among `active` and their places in compact rows.
+
+    A last page that the pool of `num_slots` holds only in part is no page.
 
     Once a step, not once a layer: four small kernels, graph-safe with a `workspace` made before capture. The
     order is that of first use, so without duplicates the new indices count up. Where the distinct slots
@@ -371,3 +378,8 @@ def check_table(active: ActiveSlots, rows: torch.Tensor | None = None) -> None:
         raise BadInput(f"active: expected tensors on {rows.device} as rows, got {active.device}")
     if active.table.numel() >= 2**30:
         raise BadInput(f"active: expected fewer than 2^30 entries, got {list(active.table.shape)}")
+    if active.is_paged and active.table.shape[1] * active.page_size >= 2**30:
+        raise BadInput(
+            f"page_table: expected fewer than 2^30 tokens a row, got {active.table.shape[1]} pages of "
+            f"{active.page_size}"
+        )

@@ -12,6 +12,7 @@ from kernel_inputs import (
     UNTOUCHED,
     WIDE,
     Case,
+    bits,
     paged_case,
     poison,
     ragged_case,
@@ -158,6 +159,66 @@ def test_nothing_active_writes_nothing(batch, device):
         check_gather(rows, case, torch.bfloat16)
 
 
+def i32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2**31 - 1, 5], [-3, 5], [99, 2**31 - 4], [0] * 512],
+    ids=["max", "negative", "near-max", "zeros"],
+)
+def test_lengths_that_no_table_holds_stay_inside_it(lengths, page_size, device):
+    batch = len(lengths)
+    if page_size:
+        pages = torch.arange(2 * batch, dtype=torch.int32, device=device).view(batch, 2) % 4
+        active = ActiveSlots.paged(pages, i32(lengths, device), page_size)
+    else:
+        end = min(max(lengths), 2**31 - 1)
+        active = ActiveSlots.ragged(i32([3, 5, 3, -1, 2**31 - 1], device), i32([0] * batch + [end], device))
+    rows = random_pool(16, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    for mapped in (False, True):
+        check_shadow(rows, Case(active, 16), torch.bfloat16, mapped=mapped)
+    check_gather(rows, Case(active, 16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 3, 9])
+def test_a_page_table_may_have_any_row_stride(stride, device):
+    """One row for all requests (`expand`, radix-shared prefixes), rows that overlap, rows far apart."""
+    flat = torch.arange(40, dtype=torch.int32, device=device) % 7
+    table = flat.as_strided((4, 3), (stride, 1))
+    active = ActiveSlots.paged(table, i32([6, 5, 4, 0], device), 2)
+    rows = random_pool(14, WIDTH, torch.float8_e5m2, seed=2, device=device)
+    check_shadow(rows, Case(active, 14), torch.float16)
+    check_shadow(rows, Case(active, 14), torch.float16, mapped=True)
+    check_gather(rows, Case(active, 14), torch.float16)
+
+
+@pytest.mark.parametrize("bounds", [[0, 4, 2], [2, 4, 6], [0, -4], [0, 4, 2**31 - 1]])
+def test_broken_bounds_write_only_slots_of_the_table(bounds, device):
+    """kv_indptr falls, starts late or ends outside: what is written is still a slot that the table names."""
+    table = i32([1, 2, 3, 4, 5, 6], device)
+    active = ActiveSlots.ragged(table, i32(bounds, device))
+    rows = random_pool(16, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    for source in (active, slot_map(active, 16)):
+        shadow = untouched(16, 1, WIDTH, dtype=torch.bfloat16, device=device)
+        shadow_cast(rows, shadow, source)
+        others = torch.ones(16, dtype=torch.bool, device=device)
+        others[table.long()] = False
+        assert (bits(shadow)[others] == UNTOUCHED).all()
+
+
+def test_an_empty_pool_is_cast_to_nothing(device):
+    rows = random_pool(0, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
+    active = ActiveSlots.ragged(i32([1, 2], device), i32([0, 2], device))
+    found = slot_map(active, 0)
+    assert found.count.item() == found.overflow.item() == found.rows == 0
+    for source in (active, found):
+        shadow = torch.zeros(0, 1, WIDTH, dtype=torch.bfloat16, device=device)
+        assert shadow_cast(rows, shadow, source) is shadow
+
+
 def a_call(device, **changed):
     rows = random_pool(8, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
     case = ragged_case([3], num_slots=8, seed=0, device=device)
@@ -177,6 +238,11 @@ def a_call(device, **changed):
         (
             {"shadow": torch.zeros(7, 1, 80, dtype=torch.float16)},
             r"shadow: wrong shape; .* \[8, 80\] as rows",
+        ),
+        ({"rows": torch.zeros(8, 1, 0).to(torch.float8_e5m2)}, r"rows: expected rows of 1 value or more"),
+        (
+            {"shadow": torch.zeros(1, 1, 80, dtype=torch.float16).expand(8, 1, 80)},
+            r"shadow: rows overlap in memory, their stride is 0; expected 80 or more",
         ),
         ({"active": torch.zeros(3)}, r"active: expected ActiveSlots or a SlotMap, got torch.float32 \[3\]"),
         (
@@ -202,8 +268,14 @@ def test_wrong_tables_and_maps_are_named(device):
         ActiveSlots.ragged(torch.zeros(3, **i32), torch.zeros(2, device=device))
     with pytest.raises(BadInput, match=r"lengths: wrong shape; expected int32 \[2\]"):
         ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(3, **i32), 16)
-    with pytest.raises(BadInput, match=r"page_size: expected a whole number of tokens, 1 or more, got 0"):
-        ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(2, **i32), 0)
+    for wrong in (0, -1, True, 2.0, None):
+        with pytest.raises(BadInput, match=rf"page_size: expected a whole number .*, 1 or more, got {wrong}"):
+            ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(2, **i32), wrong)
+    with pytest.raises(BadInput, match=r"page_table: expected fewer than 2\^30 tokens a row"):
+        slot_map(ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(2, **i32), 2**28), 8)
+    for wrong in (-3, 3.5):
+        with pytest.raises(BadInput, match=r"num_slots: expected the pool's slots"):
+            slot_map(ActiveSlots.ragged(torch.zeros(3, **i32), torch.zeros(2, **i32)), wrong)
     active = ragged_case([3], num_slots=8, seed=0, device=device).active
     with pytest.raises(BadInput, match=r"workspace: expected one made for 9 slots, ragged, page_size 1"):
         slot_map(active, 9, map_workspace(active, 8))
