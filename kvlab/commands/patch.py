@@ -43,8 +43,8 @@ def status(
     processes = running(port_of(url))
     if not processes:
         raise BadInput(
-            f"--url: no patched scheduler of {url} has written to {run_dir()}; it runs unpatched, on another host, "
-            "as another user, or with another KVLAB_RUN_DIR"
+            f"--url: no patched scheduler of {url} has written to {run_dir()}; it runs unpatched, on "
+            "another host, as another user, or with another KVLAB_RUN_DIR"
         )
     _print(merged(processes), as_json, _words)
 
@@ -64,7 +64,9 @@ def verify(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Ask a live server for greedy tokens and its step time; with --against, compare. Exit code 1: tokens differ."""
+    """Ask a live server for greedy tokens and its step time; with --against, compare. Exit code 1: tokens
+    differ.
+    """
     from kvlab.patch import verify as check
 
     before = check.load(against) if against is not None else None

@@ -12,7 +12,7 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(context: typer.Context) -> None:
-    """Run `sglang.launch_server` with the given arguments and the patch applied, here and in what it spawns."""
+    """Run `sglang.launch_server` with these arguments, patched here and in what it spawns."""
     from kvlab.patch.launch import launch
 
     launch(context.args)

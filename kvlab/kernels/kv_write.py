@@ -1,8 +1,9 @@
 """How does a token get into the FP8 pool in one launch, with the bytes that stock writes?
 
-Stock casts with `tensor.to(fp8)`. What that does past the format's range has changed: torch up to 2.11 gives NaN
-for e4m3, 2.13 saturates (torch/headeronly/util/Float8_e4m3fn.h); NaN's sign differs by device. So torch itself is
-asked, once a device and before capture, and the kernel, which rounds in integers, writes what it answered.
+Stock casts with `tensor.to(fp8)`. What that does past the format's range has changed: torch up to 2.11 gives
+NaN for e4m3, 2.13 saturates (torch/headeronly/util/Float8_e4m3fn.h); NaN's sign differs by device. So torch
+itself is asked, once a device and before capture, and the kernel, which rounds in integers, writes what it
+answered.
 """
 
 from functools import lru_cache
@@ -87,7 +88,9 @@ def _write(
 
 @lru_cache
 def edge_codes(fp8: torch.dtype, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
-    """What `.to(fp8)` writes there for the largest number, Inf, NaN and -NaN of `dtype`. Reads the device, once."""
+    """What `.to(fp8)` writes there for the largest number, Inf, NaN and -NaN of `dtype`. Reads the device,
+    once.
+    """
     # By their bits: a conversion on the way may turn a NaN's sign.
     largest, infinite, quiet = _BITS[dtype]
     width, sign = dtype.itemsize * 8, 1 << (dtype.itemsize * 8 - 1)

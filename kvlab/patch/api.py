@@ -103,7 +103,7 @@ def applied(strategy: str | None = None) -> Iterator[dict[str, Any]]:
 
 
 def status() -> dict[str, Any]:
-    """`sglang, sites[{site, state, reason}], strategy, counters{calls, fallbacks, bytes_avoided}` and more."""
+    """`sglang, sites, strategy, counters{calls, fallbacks, bytes_avoided}`, what was chosen and why."""
     return _status(_patch)
 
 

@@ -29,7 +29,9 @@ def shadow(rows: torch.Tensor, out: torch.Tensor, active: ActiveSlots) -> torch.
 
 @dataclass
 class Map:
-    """Which compact row each distinct slot gets. `rows`: the most that the tables can name, so none overflows."""
+    """Which compact row each distinct slot gets. `rows`: the most that the tables can name, so none
+    overflows.
+    """
 
     active: ActiveSlots
     rows: int

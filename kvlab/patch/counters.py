@@ -1,7 +1,7 @@
 """What did the patch do? Host integers only: the device is never asked.
 
-Python does not run when a CUDA graph is replayed. What a captured pass did is kept under its graph's key, and the
-metadata hook, which does run before each replay, adds it again.
+Python does not run when a CUDA graph is replayed. What a captured pass did is kept under its graph's key, and
+the metadata hook, which does run before each replay, adds it again.
 """
 
 import os
@@ -24,8 +24,8 @@ class Pass:
 class Counters:
     """Calls per site and strategy, fallbacks by reason, and the bytes of casts that did not happen.
 
-    A full cast reads each row once and writes it twice as wide: three row widths a slot. `bytes_avoided` is that
-    for the whole pool less that for the tokens which the batch reads.
+    A full cast reads each row once and writes it twice as wide: three row widths a slot. `bytes_avoided` is
+    that for the whole pool less that for the tokens which the batch reads.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """What would an SGLang maintainer change? The smallest edit at each cast site, as a unified diff.
 
-Each site's expression `<pool>.get_key_buffer(layer.layer_id).to(q.dtype)` becomes a call of `cast_active_rows`, a new
-module of which the text is upstream.py's; the slots come from what the method already has at hand.
+Each site's expression `<pool>.get_key_buffer(layer.layer_id).to(q.dtype)` becomes a call of
+`cast_active_rows`, a new module of which the text is upstream.py's; the slots come from what the method
+already has at hand.
 """
 
 import ast

@@ -242,7 +242,7 @@ def _host_int(value: Any) -> int | None:
 
 
 def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> None:
-    """Two plans need help: DFLASH verify's, which leaves no lengths on the device, and `native`'s KV dtype."""
+    """DFLASH verify's plan leaves no lengths on the device; `native` needs another KV dtype."""
     fast_plan = vars(module).get("fast_mla_decode_plan")
     if callable(fast_plan):
         mine.set(module, "fast_mla_decode_plan", _refreshing(fast_plan))

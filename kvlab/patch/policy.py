@@ -1,12 +1,13 @@
 """Which strategy serves which calls? Pure rules on facts that are the same after a restart and on every rank.
 
-Nothing is timed at start-up: two ranks that time differently would choose differently. The costs are measured ones,
-from recorded runs.
+Nothing is timed at start-up: two ranks that time differently would choose differently. The costs are measured
+ones, from recorded runs.
 
-- `exact` (default) takes only what is bit-identical to stock: `shadow`; `gather` where a wide copy of one layer
-  does not fit but one of the batch does; `stock` for pools so small that stock's cast costs less than a launch.
-- `fast` takes `fused` for decode where the kernel supports the shape and passed its self-check, and what `exact`
-  takes for the rest.
+- `exact` (default) takes only what is bit-identical to stock: `shadow`; `gather` where a wide copy of one
+  layer does not fit but one of the batch does; `stock` for pools so small that stock's cast costs less than a
+  launch.
+- `fast` takes `fused` for decode where the kernel supports the shape and passed its self-check, and what
+  `exact` takes for the rest.
 - a strategy's own name takes it wherever it can, and what `exact` takes elsewhere.
 """
 

@@ -1,8 +1,8 @@
 """Which slots will this call's kernel read? One adapter per backend family.
 
-Each answers with what the kernel itself is handed: device tensors that the host never reads, so they are right at
-CUDA-graph replay too. It never looks at `req_to_token`, whose ids newer releases translate first. A call that it
-does not understand is a `Stock` with a reason: that call takes stock's path and is counted.
+Each answers with what the kernel itself is handed: device tensors that the host never reads, so they are
+right at CUDA-graph replay too. It never looks at `req_to_token`, whose ids newer releases translate first. A
+call that it does not understand is a `Stock` with a reason: that call takes stock's path and is counted.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ class Stock:
 class Reads:
     """The slots of one call: `tables[0]` is the kernel's own; cascade attention reads a second one.
 
-    `q_indptr` int32 [bs + 1] bounds each request's query tokens, None where each has one. `causal`: as the kernel.
+    `q_indptr` int32 [bs + 1] bounds each request's query tokens, None where each has one. `causal`: as the
+    kernel.
     """
 
     tables: list[ActiveSlots]
@@ -57,11 +58,11 @@ class Swap:
 class FlashInferMLA:
     """flashinfer's `BatchMLAPagedAttentionWrapper`: token-level int32 `kv_indices`, page size 1 always.
 
-    Lengths, by who refreshes them: an eager plan leaves fresh tensors on the wrapper. A decode graph's replay goes
-    through `fast_mla_decode_plan`, which refreshes the static `kv_indices` and `backend.kv_indptr` and leaves the
-    wrapper's own `_kv_indptr_buf` at its capture values. A target-verify graph's plan copies into the wrapper's
-    buffers. A DFLASH verify graph refreshes no lengths on the device at all: the hook on its plan does
-    (`plan_lengths`).
+    Lengths, by who refreshes them: an eager plan leaves fresh tensors on the wrapper. A decode graph's replay
+    goes through `fast_mla_decode_plan`, which refreshes the static `kv_indices` and `backend.kv_indptr` and
+    leaves the wrapper's own `_kv_indptr_buf` at its capture values. A target-verify graph's plan copies into
+    the wrapper's buffers. A DFLASH verify graph refreshes no lengths on the device at all: the hook on its
+    plan does (`hooks.py`).
     """
 
     def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock:
@@ -94,7 +95,8 @@ class FlashInferMLA:
 
 
 class FlashAttention:
-    """FA3's `flash_attn_with_kvcache`: `page_table` int32 [bs, pages] of page ids, lengths in `cache_seqlens`.
+    """FA3's `flash_attn_with_kvcache`: `page_table` int32 [bs, pages] of page ids, lengths in
+    `cache_seqlens`.
 
     Captured calls read static tables whose padded rows and stale tails the lengths cut off.
     """

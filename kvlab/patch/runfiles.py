@@ -1,8 +1,8 @@
 """How does somebody outside see what a running server's patch does? A small file for each scheduler process.
 
-`<run dir>/<pid>.json`, rewritten whole at most every few seconds and when something happens. The run directory is
-$KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory. A file tells its server's
-port; the files of processes that are gone are ignored and swept.
+`<run dir>/<pid>.json`, rewritten whole at most every few seconds and when something happens. The run
+directory is $KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory. A file
+tells its server's port; the files of processes that are gone are ignored and swept.
 """
 
 import atexit
@@ -73,7 +73,7 @@ def _forget(path: Path, pid: int) -> None:
 
 
 def running(port: int | None = None) -> list[dict[str, Any]]:
-    """What the live scheduler processes of the server on `port` say of themselves; all servers' where None."""
+    """What the live schedulers of the server on `port`, or of all servers, say of themselves."""
     found = []
     for path in sorted(run_dir().glob("*.json")):
         try:
@@ -93,7 +93,7 @@ def running(port: int | None = None) -> list[dict[str, Any]]:
 
 
 def _started(pid: int) -> str:
-    """Tells a process from a later one of the same number: the kernel's start time of it; "" when it is gone."""
+    """The kernel's start time of a process, which a later one of its number has not; "" if gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -62,8 +62,6 @@ class Runtime:
         self._broken: dict[str, str] = {}
         self.chosen: dict[str, Choice] = {}
 
-    # -- hooks ---------------------------------------------------------------------------------------------------
-
     def built(self, family: str, backend: Any, model_runner: Any) -> None:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
         state = self._state(family, backend)
@@ -118,8 +116,6 @@ class Runtime:
             self.counters.replay(key, step.tokens)
         self.on_change(False)
 
-    # -- the call ------------------------------------------------------------------------------------------------
-
     def call(
         self,
         site: Site,
@@ -170,8 +166,6 @@ class Runtime:
         finally:
             attempt.leave()
             attempt.count()
-
-    # -- decisions -----------------------------------------------------------------------------------------------
 
     def choice(self, state: BackendState, facts: Facts) -> Choice:
         """The strategy for such calls, decided once."""
@@ -258,8 +252,6 @@ class Runtime:
         except torch.OutOfMemoryError as e:
             self.broke("shadow", e)
 
-    # -- words ---------------------------------------------------------------------------------------------------
-
     def say(self, line: str) -> None:
         """One warning, once."""
         if line not in self._said:
@@ -269,7 +261,7 @@ class Runtime:
     def _left(self, family: str, pool: Any) -> None:
         name = type(pool).__name__
         dtype = str(getattr(pool, "dtype", None)).removeprefix("torch.")
-        # The block-FP4 pool dequantises itself inside get_key_buffer, whole and before the cast: no seam there.
+        # The block-FP4 pool dequantises itself whole inside get_key_buffer: there is no cast to defer.
         why = "FP4 rows are dequantised by the pool itself" if "FP4" in name else f"{dtype} rows need no cast"
         line = f"{family}: {name} left to stock: {why}"
         if line not in self._said:
@@ -287,8 +279,8 @@ class Runtime:
         layers = getattr(pool, "layer_num", 1)
         saved = 3 * rows.shape[0] * rows.shape[-1] * layers
         line = (
-            f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; a decode step no longer casts "
-            f"{rows.shape[0]:,} slots x {layers} layers, {saved / 1e9:.1f} GB of traffic"
+            f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; a decode step no longer "
+            f"casts {rows.shape[0]:,} slots x {layers} layers, {saved / 1e9:.1f} GB of traffic"
         )
         if all(self.chosen[f"{family}.{k}"].strategy == "stock" for k in kinds):
             line = f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; nothing is patched"
@@ -491,7 +483,9 @@ def _a_layer(pool: Any) -> torch.Tensor:
 
 
 def _has_metadata(backend: Any, site: Site) -> bool:
-    """Extend's ragged path reads no pool and has nothing planned: the cast is not asked for, so nothing to do."""
+    """Extend's ragged path reads no pool and has nothing planned: the cast is not asked for, so nothing to
+    do.
+    """
     metadata = backend.forward_metadata
     if metadata is None:
         return False

@@ -1,9 +1,9 @@
 """Where does one layer's wide copy live? One buffer a device, shared by all layers, pools and draft steps.
 
-Under CUDA graphs it lasts: the graphs hold its address, also after `remove()`. It is zeroed once, so that slots
-which nobody cast are finite. Without graphs each call asks the caching allocator and gives back, as stock does;
-what attention kernels may touch beside the active rows (slot 0, the tails of last pages) is zeroed then.
-Never larger than stock's own: one layer of the largest pool.
+Under CUDA graphs it lasts: the graphs hold its address, also after `remove()`. It is zeroed once, so that
+slots which nobody cast are finite. Without graphs each call asks the caching allocator and gives back, as
+stock does; what attention kernels may touch beside the active rows (slot 0, the tails of last pages) is
+zeroed then. Never larger than stock's own: one layer of the largest pool.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from kvlab.kernels.active import ActiveSlots
 
 @dataclass
 class Scratch:
-    """Buffers by (device, lane). A lane per call kind where prefill and decode run at once, else one for all."""
+    """Buffers by (device, lane): a lane per call kind where prefill and decode run at once."""
 
     lasting: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict)
     # Outgrown by a later pool, but captured graphs may still write there.

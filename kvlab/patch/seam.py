@@ -1,9 +1,9 @@
 """The deferred cast: for one forward call the backend sees its pool through a view.
 
-`PoolView.get_key_buffer` calls the real one (hierarchical cache waits there) and returns a `DeferredCast`. When the
-method then asks it `.to(dtype)`, after the KV write, a strategy does the least work that gives the attention kernel
-the same bits. A view lives for one call: at all other times the backend holds its own pool, whose class other code
-checks and which MTP, TBO and hybrid backends swap or copy.
+`PoolView.get_key_buffer` calls the real one (hierarchical cache waits there) and returns a `DeferredCast`.
+When the method then asks it `.to(dtype)`, after the KV write, a strategy does the least work that gives the
+attention kernel the same bits. A view lives for one call: at all other times the backend holds its own pool,
+whose class other code checks and which MTP, TBO and hybrid backends swap or copy.
 """
 
 from collections.abc import Callable, Iterator

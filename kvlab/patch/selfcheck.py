@@ -1,8 +1,8 @@
 """Does this strategy do on this host what it promises? Asked once, on a few rows, before it is trusted.
 
-Runs before capture, compiles the kernels that serving will use, and costs milliseconds once compiled. The exact
-strategies must give stock's own bits for every FP8 code; `fused` must be as near to float32 as attention on stock's
-wide rows is.
+Runs before capture, compiles the kernels that serving will use, and costs milliseconds once compiled. The
+exact strategies must give stock's own bits for every FP8 code; `fused` must be as near to float32 as
+attention on stock's wide rows is.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def check(strategy: str, facts: Facts) -> str | None:
 
 
 def _codes(facts: Facts) -> torch.Tensor:
-    """[256, 1, width] FP8: every code in every column's neighbourhood, in a buffer with gaps between slots."""
+    """[256, 1, width] FP8: every code near every column, with gaps between slots."""
     codes = torch.arange(_SLOTS * facts.width, device=facts.device, dtype=torch.int64)
     codes = (codes + torch.div(codes, facts.width, rounding_mode="floor")) % 256
     backing = torch.zeros((_SLOTS, facts.width + 16), dtype=torch.uint8, device=facts.device)

@@ -1,9 +1,9 @@
 """Where does this SGLang cast its pool? Read from its source, without importing it.
 
-A site is recognised by what the code is: a method `forward_decode` or `forward_extend` of the backend's class that
-contains `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)` and reads the metadata that the adapter will read.
-Release numbers decide nothing, so a newer release with the same seam is patched and an older one that was fixed by
-hand is not.
+A site is recognised by what the code is: a method `forward_decode` or `forward_extend` of the backend's class
+that contains `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)` and reads the metadata that the adapter will
+read. Release numbers decide nothing, so a newer release with the same seam is patched and an older one that
+was fixed by hand is not.
 """
 
 import ast

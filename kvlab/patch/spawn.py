@@ -1,8 +1,8 @@
 """A patch that was applied here reaches the SGLang processes that are spawned from here.
 
-A spawned process starts anew and knows nothing of its parent's patches. From 0.5.11 SGLang loads plugins in each of
-them; earlier releases do not, and a plugin may be excluded by SGLANG_PLUGINS. So the target that a spawned process
-is told to run is wrapped in one that applies the patch first.
+A spawned process starts anew and knows nothing of its parent's patches. From 0.5.11 SGLang loads plugins in
+each of them; earlier releases do not, and a plugin may be excluded by SGLANG_PLUGINS. So the target that a
+spawned process is told to run is wrapped in one that applies the patch first.
 """
 
 import functools

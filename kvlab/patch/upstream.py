@@ -1,7 +1,8 @@
 """Cast the rows of an MLA pool that one attention call reads, to their own places in one wide layer.
 
-The indices, the plan and the page tables stay as they are. The slots are read on the device, so the launch can be
-captured into a CUDA graph. One buffer serves all layers; it is zeroed once, so rows that nobody cast are finite.
+The indices, the plan and the page tables stay as they are. The slots are read on the device, so the launch
+can be captured into a CUDA graph. One buffer serves all layers; it is zeroed once, so rows that nobody cast
+are finite.
 """
 
 from typing import Optional

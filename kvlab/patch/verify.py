@@ -1,7 +1,8 @@
-"""Does a live server answer as it did before? Greedy tokens of fixed prompts and the time a decode step takes.
+"""Does a live server answer as it did before? Greedy tokens of fixed prompts and the time a decode step
+takes.
 
-Prompts go one after another, so that the batch composition is the same in both runs: servers batch by timing, and
-another batch is another rounding.
+Prompts go one after another, so that the batch composition is the same in both runs: servers batch by timing,
+and another batch is another rounding.
 """
 
 import json
@@ -27,8 +28,8 @@ def prompts() -> list[list[int]]:
 def measure(url: str, new_tokens: int = 32) -> dict[str, Any]:
     """`{url, tokens: [[id…]…], step_ms, new_tokens, patch}` of the server at `url`.
 
-    Each prompt is sent twice; the second answer comes from the radix cache and its time, over its new tokens, is
-    the step. Raises BadInput where no SGLang server answers there.
+    Each prompt is sent twice; the second answer comes from the radix cache and its time, over its new tokens,
+    is the step. Raises BadInput where no SGLang server answers there.
     """
     base = url.rstrip("/")
     tokens, steps = [], []

@@ -16,7 +16,9 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refusal(pool: Any) -> str | None:
-    """Why this pool's writes stay stock's, or None. A pool's class may have its own write: that one is left alone."""
+    """Why this pool's writes stay stock's, or None. A pool's class may have its own write: that one is left
+    alone.
+    """
     memory_pool = sys.modules.get("sglang.srt.mem_cache.memory_pool")
     plain = getattr(memory_pool, "MLATokenToKVPool", None)
     if plain is None:
@@ -36,7 +38,9 @@ def refusal(pool: Any) -> str | None:
 
 
 def write(pool: Any, layer: Any, loc: Any, nope: torch.Tensor, rope: torch.Tensor | None) -> bool:
-    """Write `nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] to slots `loc`; False where stock must do it."""
+    """Write `nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] to slots `loc`; False where stock must do
+    it.
+    """
     loc = getattr(loc, "loc", loc)
     if rope is None or nope.dtype not in _WIDE or rope.dtype != nope.dtype or not torch.is_tensor(loc):
         return False

@@ -1,4 +1,4 @@
-"""Everything here needs a real SGLang release: `make test-sglang` runs it once in each release's environment."""
+"""All of this needs a real SGLang release: `make test-sglang` runs it in each one's environment."""
 
 import importlib.util
 import sys

@@ -1,6 +1,7 @@
 """The source files that the patch reads, of every SGLang release from 0.5.8 on and of flashinfer's MLA.
 
-Wheels come through pip into .cache/wheels and stay there; the files go to .cache/release-sources/<package>-<version>.
+Wheels come through pip into .cache/wheels and stay there; the files go to .cache/release-
+sources/<package>-<version>.
 """
 
 import fnmatch
@@ -11,12 +12,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parent.parent.parent / ".cache"
-SGLANG = (
-    "0.5.8 0.5.8.post1 0.5.9 0.5.10 0.5.10.post1 0.5.11 0.5.12 0.5.12.post1 0.5.13 0.5.13.post1 0.5.14 "
-    "0.5.15 0.5.15.post1 0.5.16 0.5.17 0.5.18 0.5.19 0.5.20 0.5.21 0.5.22 0.5.23"
-).split()
+SGLANG = [
+    "0.5.8",
+    "0.5.8.post1",
+    "0.5.9",
+    "0.5.10",
+    "0.5.10.post1",
+    "0.5.11",
+    "0.5.12",
+    "0.5.12.post1",
+    "0.5.13",
+    "0.5.13.post1",
+    "0.5.14",
+    "0.5.15",
+    "0.5.15.post1",
+    "0.5.16",
+    "0.5.17",
+    "0.5.18",
+    "0.5.19",
+    "0.5.20",
+    "0.5.21",
+    "0.5.22",
+    "0.5.23",
+]
 # Pinned by SGLang 0.5.9 and 0.5.15.post1, the measured host's, and the newest.
-FLASHINFER = "0.6.3 0.6.12 0.6.18.post1 0.7.2".split()
+FLASHINFER = ["0.6.3", "0.6.12", "0.6.18.post1", "0.7.2"]
 WANTED = {
     "sglang": ("sglang/srt/layers/attention/*_backend.py", "sglang/srt/mem_cache/memory_pool.py"),
     "flashinfer-python": ("flashinfer/mla.py", "flashinfer/mla/*.py"),

@@ -1,4 +1,5 @@
-"""The environment of one SGLang release: .venv-sglang-<release>, pinned, made once and by one process at a time.
+"""The environment of one SGLang release: .venv-sglang-<release>, pinned, made once and by one process at a
+time.
 
     python tests/sglang/make_env.py 0.5.23 [--torch-index URL]
 

@@ -60,7 +60,7 @@ def test_all_four_sites_are_recognised(release):
 
 
 def module_of(release, family):
-    """The backend's class and the module's functions, compiled from the real file; nothing else of it runs."""
+    """The backend's class and functions, compiled from the real file; nothing else of it runs."""
     path = root(release) / family.path
     tree = ast.parse(path.read_text(encoding="utf-8"))
     wanted = {family.cls, "FlashInferMLAIndicesUpdaterDecode", "fast_mla_decode_plan"}
@@ -120,7 +120,9 @@ def test_patched_and_restored(release, family, monkeypatch):
 
 @pytest.mark.parametrize("release", fetch_sources.SGLANG)
 def test_siblings_inherit_or_call_the_patched_class(release):
-    """FlashMLA, TRTLLM-MLA and Cutlass are subclasses, and their fallbacks call super(): the hook reaches them."""
+    """FlashMLA, TRTLLM-MLA and Cutlass are subclasses, and their fallbacks call super(): the hook reaches
+    them.
+    """
     folder = root(release) / "srt/layers/attention"
     heirs = {}
     for path in folder.glob("*mla_backend.py"):

@@ -9,7 +9,7 @@ import torch
 from rig.world import ForwardMode, World, fa3, flashinfer_mla
 
 from kvlab import patch
-from kvlab.patch import casts, hooks, selfcheck, sites, write
+from kvlab.patch import casts, hooks, selfcheck, write
 from kvlab.patch.scratch import Scratch
 from kvlab.patch.strategies.fused import Fused
 

@@ -1,7 +1,7 @@
 """CUDA-graph replay on a CPU: Python runs at capture only, so tensors bound then must be right later.
 
-The stand-ins keep what a graph keeps (buffers by reference, lengths as the plan froze them) and the rig copies
-what a GPU copies. `frozen` makes the patch read, at replay, the very tensors that it bound at capture.
+The stand-ins keep what a graph keeps (buffers by reference, lengths as the plan froze them) and the rig
+copies what a GPU copies. `frozen` makes the patch read, at replay, the very tensors that it bound at capture.
 """
 
 import pytest
@@ -153,7 +153,7 @@ def test_dflash_verify_replay_refreshes_no_lengths_on_the_device(frozen, monkeyp
 
 
 class WrapperLengths(reads.FlashInferMLA):
-    """The naive reading: the wrapper's own lengths, which decode's fast plan leaves at their capture values."""
+    """The naive reading: the wrapper's own lengths, which the fast plan leaves as captured."""
 
     def reads(self, backend, kind, layer, forward_batch):
         wrapper = self.wrapper(backend, kind)

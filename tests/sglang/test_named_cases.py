@@ -1,4 +1,6 @@
-"""The cases that break a patch that is right in the easy one: each served bit for bit, or a stated route to stock."""
+"""The cases that break a patch that is right in the easy one: each served bit for bit, or a stated route to
+stock.
+"""
 
 import types
 
@@ -219,7 +221,9 @@ def test_strided_pools(family, kind):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hierarchical_cache_waits_in_get_key_buffer(family):
-    """The layer's rows arrive while `get_key_buffer` waits for them; a cast before that would read the old ones."""
+    """The layer's rows arrive while `get_key_buffer` waits for them; a cast before that would read the old
+    ones.
+    """
     its = ready(family)
     batch = planned(its)
     arrived = [b.clone() for b in its.pool.kv_buffer]

@@ -1,4 +1,4 @@
-"""What the text's other variants do wrong, shown before ours is shown right; and each strategy's own promise."""
+"""What the text's other variants do wrong, ours right beside; and each strategy's promise."""
 
 import pytest
 import torch

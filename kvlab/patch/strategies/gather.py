@@ -1,7 +1,7 @@
 """Distinct active rows to a compact wide buffer; attention reads it through new indices, the plan stays.
 
-The plan fixes how many tokens each request has, not where they are: swapping the index buffer is enough, and a
-prefix that many requests share is cast once. The map of slots is found once a step and serves all layers.
+The plan fixes how many tokens each request has, not where they are: swapping the index buffer is enough, and
+a prefix that many requests share is cast once. The map of slots is found once a step and serves all layers.
 """
 
 import weakref

@@ -1,7 +1,9 @@
-"""flashinfer's own FP8 path, where the installed one has it: SM90, BF16 queries, e4m3 rows, flashinfer >= 0.6.14.
+"""flashinfer's own FP8 path, where the installed one has it: SM90, BF16 queries, e4m3 rows, flashinfer >=
+0.6.14.
 
-SGLang plans with one dtype for Q and KV. The KV argument alone is changed at each full plan (`plan_kv_dtype`; the
-fast plan of a replay keeps the module that the first plan compiled), and `run` is given the scales that FP8 needs.
+SGLang plans with one dtype for Q and KV. The KV argument alone is changed at each full plan (`plan_kv_dtype`;
+the fast plan of a replay keeps the module that the first plan compiled), and `run` is given the scales that
+FP8 needs.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """The source text's own variant: a compact buffer in request order, contiguous indices, a new plan.
 
-Kept to be measured. It needs the lengths on the host (a sync a layer), plans again for every layer, and puts a
-prefix that requests share into the buffer once a request, so its rows can outgrow the pool. Eager decode only:
-Python does not run when a graph is replayed.
+Kept to be measured. It needs the lengths on the host (a sync a layer), plans again for every layer, and puts
+a prefix that requests share into the buffer once a request, so its rows can outgrow the pool. Eager decode
+only: Python does not run when a graph is replayed.
 """
 
 import torch

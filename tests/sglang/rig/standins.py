@@ -1,17 +1,17 @@
 """What a CPU lacks: flashinfer's MLA wrapper and FA3's paged attention, with their real contracts.
 
-They attend in float64 over exactly what they are handed: the wide buffer, the plan's own lengths, the index buffer
-or page table as it is at the call. An output therefore depends on every active row and on no other.
+They attend in float64 over exactly what they are handed: the wide buffer, the plan's own lengths, the index
+buffer or page table as it is at the call. An output therefore depends on every active row and on no other.
 
-"As on a GPU": a plan copies host lengths where it must not see later changes, and a device tensor that the real
-library keeps by reference is kept by reference here.
+"As on a GPU": a plan copies host lengths where it must not see later changes, and a device tensor that the
+real library keeps by reference is kept by reference here.
 """
 
 import torch
 
 
 def attend(q_nope, q_pe, ckv, kpe, slots, q_bounds, *, sm_scale, causal, logit_cap=0.0):
-    """[tokens, heads, rank] float64 and lse [tokens, heads]; `slots` a list of int64 tensors, one a request."""
+    """[tokens, heads, rank] float64 and lse [tokens, heads]; `slots`: int64, one tensor a request."""
     tokens, heads, rank = q_nope.shape
     out = torch.zeros(tokens, heads, rank, dtype=torch.float64)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)

@@ -159,8 +159,8 @@ class World:
         )
         server = types.SimpleNamespace(**vars(_SERVER))
         server.page_size = self.page_size
-        # FA3 quantises queries of up to 256 values when the cache is FP8 by name. The real width, 576, is past
-        # that; small test shapes must say "auto" to take the same path.
+        # FA3 quantises queries of up to 256 values when the cache is FP8 by name. The real width, 576, is
+        # past that; small test shapes must say "auto" to take the same path.
         server.kv_cache_dtype = "auto" if s.width <= 256 else _SERVER.kv_cache_dtype
         server.speculative_eagle_topk = self.topk
         server.speculative_num_draft_tokens = num_draft_tokens
@@ -204,8 +204,6 @@ class World:
         backend.topk, backend.speculative_num_draft_tokens = self.topk, num_draft_tokens
         return backend
 
-    # -- memory --------------------------------------------------------------------------------------------------
-
     def fill(self, *, nan=False):
         """Every byte of every layer random; without NaN and Inf codes unless asked."""
         for buffer in self.pool.kv_buffer:
@@ -233,8 +231,6 @@ class World:
         """Request `request` begins with the same `length` slots as `other`."""
         table = self.requests.req_to_token
         table[request, :length] = table[other, :length]
-
-    # -- batches -------------------------------------------------------------------------------------------------
 
     def batch(self, mode, lengths, *, prefix=None, requests=None, spec_info=None):
         """A real ForwardBatch of `lengths` cached tokens; the last ones are new (decode: 1, extend: rest)."""
@@ -292,8 +288,6 @@ class World:
             return torch.randn(size, generator=self.generator).to(s.dtype)
 
         return make(n, s.heads, s.rank), make(n, s.heads, s.rope), make(n, 1, s.rank), make(n, 1, s.rope)
-
-    # -- steps ---------------------------------------------------------------------------------------------------
 
     def plan(self, batch):
         """Eager metadata."""
