@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 _INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 # The largest number, Inf and a quiet NaN.
 _BITS = {
