@@ -10,7 +10,7 @@ PORT ?= 8000
 
 .PHONY: help env book test test-sglang serve lint clean
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+	@sed -n 's/$$(PORT)/$(PORT)/; s/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 env: $(VENV)/.ready ## the environment in .venv, pinned by constraints.txt
 

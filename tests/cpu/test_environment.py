@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,6 +92,60 @@ def test_pyproject_allows_what_both_files_pin(constraints, environment, project)
                     name,
                     where[name],
                 )
+
+
+@pytest.mark.skipif(
+    (sys.platform, sys.version_info[:2]) != ("linux", (3, 11)), reason="constraints.txt is Linux, Python 3.11"
+)
+def test_what_is_pinned_is_what_something_asks_for(constraints, project):
+    """A pin that no requirement leads to is debris of the environment that it was frozen from."""
+    todo = [
+        *map(Requirement, project["dependencies"]),
+        *(Requirement(r) for group in project["optional-dependencies"].values() for r in group),
+    ]
+    asked = set()
+    while todo:
+        wanted = todo.pop()
+        for extra in ("", *wanted.extras):
+            name = canonicalize_name(wanted.name)
+            if name == "kvlab" or (name, extra) in asked:
+                continue
+            asked.add((name, extra))
+            requirements = map(Requirement, metadata.distribution(name).requires or ())
+            todo += [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]
+    names = {name for name, _ in asked}
+    assert not constraints.keys() - names
+    if "+cpu" in metadata.version("torch") or not find_spec("nvidia.cudnn"):
+        # A torch for CUDA brings NVIDIA's libraries, each of its own version.
+        assert not names - constraints.keys()
+
+
+def makes(*args):
+    make = ["make", "-C", ROOT, "--no-print-directory", *args]
+    return subprocess.run(make, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
+def test_make_help_names_every_target():
+    done = makes("help", "PORT=8123")
+    named = set(re.findall(r"^make (\S+)", done.stdout, re.M))
+    assert {"env", "book", "test", "test-sglang", "serve", "lint", "clean"} <= named
+    assert "http://127.0.0.1:8123/" in done.stdout
+    phony = " ".join(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.M)).split()
+    assert named <= set(phony)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
+def test_a_python_too_old_is_named_and_leaves_nothing(tmp_path):
+    old = tmp_path / "python3.9"
+    code = "import sys; sys.version_info = (3, 9, 1); sys.version = '3.9.1'; exec(sys.argv[1])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+    old.chmod(0o755)
+    done = makes("env", f"PYTHON={old}", f"VENV={tmp_path / 'made'}")
+    assert done.returncode != 0
+    assert "kvlab needs Python 3.11 or newer" in done.stderr
+    assert "is 3.9.1" in done.stderr
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_base_install_brings_no_torch_and_no_server(project):
