@@ -77,6 +77,7 @@ def test_a_bf16_pool_is_read_as_it_is():
 def test_draft_layers_have_a_pool_of_their_own():
     p = memory.pool(GLM5, 1000, draft=True, indexer=True)
     assert p.draft_bytes == 1000 * (576 + 132)
+    assert memory.pool(GLM5, 1000, draft=True).draft_bytes == 1000 * 576
     assert (
         p.allocated_bytes == memory.pool(GLM5, 1000, indexer=True).allocated_bytes + 1001 * 576 + 1002 * 132
     )
@@ -170,6 +171,11 @@ def test_quantities_hold_together(p):
         assert p.cast_traffic_bytes == p.layer_bytes + p.one_layer_shadow_bytes
         assert p.active_traffic_bytes(p.slots) == p.cast_traffic_bytes
         assert p.one_layer_shadow_bytes == 2 * p.geometry.latent_dim * p.slots
+        arena = p.slots - p.slots % p.page_size + p.page_size
+        assert p.stock_cast_bytes == arena * p.geometry.latent_dim * 2
+        assert p.full_shadow_bytes == arena * p.geometry.latent_dim * 2 * layers
+    else:
+        assert p.stock_cast_bytes == p.full_shadow_bytes == p.cast_traffic_bytes == 0
     assert p.active_bytes(p.slots) == p.layer_bytes
 
 
