@@ -15,6 +15,10 @@ class Fused:
     name = "fused"
     is_exact = False
 
+    def __init__(self) -> None:
+        # By device and lane. Captured graphs keep their addresses: an outgrown one is kept too.
+        self._workspaces: dict[tuple[torch.device, str], list[torch.Tensor]] = {}
+
     def refusal(self, facts: Facts) -> str | None:
         if facts.kind != "decode":
             return "decode only"
@@ -41,8 +45,33 @@ class Fused:
             q_nope, q_pe = both[..., :rank], both[..., rank:]
         # flashinfer's MLA kernel has no soft cap: stock does not apply one there.
         cap = layer.logit_cap if call.facts.family == "fa3" else 0.0
-        out = attend(q_nope, q_pe, rows, call.reads.tables[0], sm_scale=layer.scaling, logit_cap=cap or 0.0)
+        out = attend(
+            q_nope,
+            q_pe,
+            rows,
+            call.reads.tables[0],
+            sm_scale=layer.scaling,
+            logit_cap=cap or 0.0,
+            workspace=self._workspace(call, q_nope),
+        )
         return out.reshape(-1, heads * rank)
+
+    def _workspace(self, call: Call, q_nope: torch.Tensor) -> torch.Tensor | None:
+        """The kernel's scratch, made at a warm-up call; inside a capture that outgrows it the kernel's own."""
+        device = q_nope.device
+        if device.type != "cuda":
+            return None
+        from kvlab.kernels import decode
+
+        tokens, heads, rank = q_nope.shape
+        need = decode.workspace_bytes(tokens, heads, device, kv_lora_rank=rank)
+        kept = self._workspaces.setdefault((device, call.lane), [])
+        if kept and kept[-1].numel() >= need:
+            return kept[-1]
+        if call.is_capturing:
+            return None
+        kept.append(decode.workspace_for(tokens, heads, device, kv_lora_rank=rank))
+        return kept[-1]
 
 
 def attend(
@@ -53,12 +82,15 @@ def attend(
     *,
     sm_scale: float,
     logit_cap: float,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[tokens, heads, rank] of q's dtype."""
     if casts.on_device(rows.device):
         from kvlab.kernels import decode
 
-        return decode.mla_decode(q_nope, q_pe, rows, active, sm_scale=sm_scale, logit_cap=logit_cap)[0]
+        return decode.mla_decode(
+            q_nope, q_pe, rows, active, sm_scale=sm_scale, logit_cap=logit_cap, workspace=workspace
+        )[0]
     from kvlab.kernels import reference
 
     out, _ = reference.mla_attention(q_nope, q_pe, rows, active, sm_scale=sm_scale, logit_cap=logit_cap)
@@ -73,14 +105,12 @@ def unsupported(facts: Facts) -> str | None:
         from kvlab.kernels import decode
     except ImportError as e:
         return f"the decode kernel does not import: {e}"
-    ask = getattr(decode, "supports", None)
-    if ask is None:
-        return None
-    return ask(
-        heads=facts.heads,
-        kv_lora_rank=facts.rank,
-        qk_rope_head_dim=facts.width - facts.rank,
-        dtype=facts.q_dtype,
-        kv_dtype=facts.fp8,
-        device=facts.device,
-    )
+    rope = facts.width - facts.rank
+    if facts.heads > decode.MAX_HEADS or facts.rank > decode.MAX_LATENT or rope > decode.MAX_ROPE:
+        return (
+            f"the decode kernel takes {decode.MAX_HEADS} heads of {decode.MAX_LATENT} + {decode.MAX_ROPE}, "
+            f"not {facts.heads} of {facts.rank} + {rope}"
+        )
+    if facts.device.type == "cuda" and torch.cuda.get_device_capability(facts.device) < (8, 0):
+        return "the decode kernel needs SM80"
+    return None
