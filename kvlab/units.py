@@ -27,7 +27,10 @@ def parse_bytes(text: str, *, name: str = "size") -> int:
     factor = _SUFFIXES.get(m[2].upper() or "B") if m else None
     if not m or factor is None:
         raise BadInput(f"{name}: {text!r} is not a size; write bytes or a unit, e.g. 61GiB or 25.5GB")
-    return int(Decimal(m[1]) * factor)
+    # Past any machine's memory; numbers without end are shown by neither JSON nor a table.
+    if len(m[1]) > 40 or (size := int(Decimal(m[1]) * factor)) > 10**30:
+        raise BadInput(f"{name}: {text[:20]!r}… is no machine's memory; write bytes or a unit, e.g. 61GiB")
+    return size
 
 
 def both(n: int) -> str:

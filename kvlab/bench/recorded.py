@@ -17,8 +17,10 @@ def newest(file: str, kind: type[T]) -> tuple[Path, T]:
     for path in sorted(data.recorded().glob(f"*/{file}")):
         try:
             found.append((path, msgspec.json.decode(path.read_bytes(), type=kind)))
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise BadInput(f"{path.name}: not a recorded run ({e}); restore data/recorded") from None
+        except OSError as e:
+            raise BadInput(f"{path}: cannot be read ({e.strerror}); restore data/recorded") from None
     if not found:
         raise BadInput(f"--recorded: no {file} under data/recorded; measure on a GPU instead")
     return max(found, key=lambda f: f[1].provenance.date)

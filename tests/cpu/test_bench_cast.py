@@ -85,3 +85,11 @@ def test_no_recorded_run_is_named(tmp_path, monkeypatch):
     (tmp_path / "recorded" / "x" / "cast.json").write_text('{"gpu": 1}')
     with pytest.raises(BadInput, match=r"cast.json: not a recorded run"):
         newest("cast.json", CastRun)
+    for content in (b"\xff\xfe{", b"", b"[" * 100_000):
+        (tmp_path / "recorded" / "x" / "cast.json").write_bytes(content)
+        with pytest.raises(BadInput, match=r"cast.json: not a recorded run"):
+            newest("cast.json", CastRun)
+    (tmp_path / "recorded" / "x" / "cast.json").unlink()
+    (tmp_path / "recorded" / "x" / "cast.json").mkdir()
+    with pytest.raises(BadInput, match=r"cast.json: cannot be read"):
+        newest("cast.json", CastRun)

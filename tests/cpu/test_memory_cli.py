@@ -100,7 +100,10 @@ def test_active_zero_has_no_reduction(answer):
     assert answer(*GLM5)["reduction"] is None
 
 
-def test_huge_pools(answer):
+def test_huge_pools(answer, run):
+    most = ["memory", "--model", "glm-5", "--slots", 10**100, "--weights", "1GiB", "--gpu", "h200"]
+    assert answer(*most)["fits"] is False
+    assert run(*most)[0] == 0
     assert answer("memory", "--model", "glm-5", "--slots", 10**40)["pool_bytes"] == 10**40 * 576 * 78
 
 
@@ -144,6 +147,10 @@ def files(tmp_path):
         (["--model", "glm-5", "--slots", "9", "--weights", "-1GiB"], "--weights"),
         (["--model", "glm-5", "--slots", "9", "--weights", "61 furlongs"], "--weights"),
         (["--model", "glm-5", "--slots", "9", "--reserve", "inf"], "--reserve"),
+        (["--model", "glm-5", "--slots", "9", "--reserve", "9" * 5000], "--reserve"),
+        (["--model", "glm-5", "--slots", "9", "--weights", "9" * 400 + "TiB"], "--weights"),
+        (["--model", "glm-5", "--slots", "9", "--weights", "9" * 32], "--weights"),
+        (["--model", "glm-5", "--slots", "9", "--tp", "9" * 400], "--tp"),
         (["--model", "glm-5", "--slots", "9", "--dtype", "int8"], "--dtype"),
         (["--model", "deepseek-v3", "--slots", "9", "--indexer"], "--indexer"),
         (["--model", "glm-5", "--slots", "9", "--page-size", "-1"], "--page-size -1"),
