@@ -6,7 +6,7 @@ Decisions are made once a backend and call kind, before capture, and logged in o
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ log = logging.getLogger("kvlab.patch")
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.bfloat16, torch.float16)
+_STEP = {"decode": "a decode step", "extend": "an extend step"}
 
 
 class UnservedBackend(SystemExit):
@@ -78,7 +79,7 @@ class Runtime:
         except (AttributeError, IndexError, TypeError):
             return
         config = getattr(model_runner, "model_config", None)
-        for kind in ("decode", "extend"):
+        for kind in _kinds(backend):
             facts = Facts(
                 kind=kind,
                 device=rows.device,
@@ -93,7 +94,7 @@ class Runtime:
             )
             if facts.q_dtype in _WIDE:
                 self.choice(state, facts)
-        self._announce(family, pool, rows)
+        self._announce(family, _kinds(backend), pool, rows)
 
     def graphs_ready(self, family: str, backend: Any) -> None:
         """After `init_cuda_graph_state`: from now on the scratch lasts; ask for it before capture."""
@@ -268,8 +269,8 @@ class Runtime:
             self._said.add(line)
             log.info("kvlab: %s", line)
 
-    def _announce(self, family: str, pool: Any, rows: torch.Tensor) -> None:
-        kinds = [k for k in ("decode", "extend") if f"{family}.{k}" in self.chosen]
+    def _announce(self, family: str, kinds: Sequence[str], pool: Any, rows: torch.Tensor) -> None:
+        kinds = [k for k in kinds if f"{family}.{k}" in self.chosen]
         if not kinds:
             return
         parts = []
@@ -279,7 +280,7 @@ class Runtime:
         layers = getattr(pool, "layer_num", 1)
         saved = 3 * rows.shape[0] * rows.shape[-1] * layers
         line = (
-            f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; a decode step no longer "
+            f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; {_STEP[kinds[0]]} no longer "
             f"casts {rows.shape[0]:,} slots x {layers} layers, {saved / 1e9:.1f} GB of traffic"
         )
         if all(self.chosen[f"{family}.{k}"].strategy == "stock" for k in kinds):
@@ -423,7 +424,8 @@ class _Attempt:
 
     def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
         """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
-        if not args and not kwargs and self.facts is not None and self._is_one_rank():
+        is_ours = not args and not kwargs and self.facts is not None and self.runtime.asked != "stock"
+        if is_ours and self._is_one_rank():
             try:
                 why = self.runtime.write_refusal(self.state, pool, self.facts)
                 if why is None and write.write(pool, layer, loc, nope, rope):
@@ -480,6 +482,22 @@ def _a_layer(pool: Any) -> torch.Tensor:
     """One layer's raw buffer, without `get_key_buffer`, which may wait for a transfer."""
     inner = getattr(pool, "full_kv_pool", pool)
     return inner.kv_buffer[0]
+
+
+def _kinds(backend: Any) -> list[str]:
+    """The kinds of calls that come to a site: FlashMLA, TRTLLM-MLA and Cutlass decode with kernels of their
+    own.
+    """
+    own = vars(type(backend))
+    return (
+        ["extend"]
+        if "forward_decode" in own and not _is_ours(own["forward_decode"])
+        else ["decode", "extend"]
+    )
+
+
+def _is_ours(method: Any) -> bool:
+    return hasattr(method, "__wrapped__")
 
 
 def _has_metadata(backend: Any, site: Site) -> bool:

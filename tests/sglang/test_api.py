@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from rig import probe, world
+from rig import environment, probe, world
 from rig.world import ForwardMode, Shape, World, fa3, flashinfer_mla
 
 from kvlab import patch
@@ -237,3 +237,30 @@ def test_the_plugin_says_what_it_leaves_alone(monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records if r.name == "kvlab.patch"] == [
         f"kvlab: SGLang {world.RELEASE}: fa3.{kind} left alone: why" for kind in ("decode", "extend")
     ]
+
+
+def test_a_sibling_with_its_own_decode_is_announced_for_extend_only(caplog):
+    with patch.applied("exact"), caplog.at_level(logging.INFO, "kvlab.patch"):
+
+        class Sibling(flashinfer_mla.FlashInferMLAAttnBackend):
+            def forward_decode(self, *args, **kwargs):
+                raise NotImplementedError
+
+        its = World("flashinfer_mla", slots=8192)
+        caplog.clear()
+        api._patch.runtime._said.clear()
+        with environment.OnCPU():
+            Sibling(its.runner)
+        assert "exact: extend shadow; an extend step no longer casts" in caplog.text
+
+
+def test_the_stock_strategy_is_stock_s_kv_write_too():
+    its = World("flashinfer_mla", max_bs=2).fill()
+    its.allot(0, 5)
+    batch = its.batch(ForwardMode.DECODE, [5])
+    its.plan(batch)
+    with patch.applied("stock"):
+        its.attend(batch, "decode", its.tensors(batch))
+        counters = patch.status()["counters"]
+    assert counters["calls"] == {"flashinfer_mla.decode": {"stock": 1}}
+    assert counters["kv_writes"] == {"stock": 1}

@@ -57,7 +57,7 @@ class Fused:
         return out.reshape(-1, heads * rank)
 
     def _workspace(self, call: Call, q_nope: torch.Tensor) -> torch.Tensor | None:
-        """The kernel's scratch, made at a warm-up call; inside a capture that outgrows it the kernel's own."""
+        """The kernel's scratch, made at a warm-up call; a capture that outgrows it gets its own."""
         device = q_nope.device
         if device.type != "cuda":
             return None
