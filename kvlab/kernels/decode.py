@@ -219,7 +219,7 @@ def workspace_bytes(
     if capability == 90:
         from kvlab.kernels import hopper
 
-        need = max(need, hopper.workspace_bytes(device, columns))
+        need = max(need, *(hopper.workspace_bytes(device, c) for c in (heads, columns)))
     return need
 
 
