@@ -222,6 +222,25 @@ def test_the_largest_pool_fits_and_one_page_more_does_not(p, card, weights):
         assert not getattr(memory.fit(more, gpu=gpu, weights=weights), fits)
 
 
+@pytest.mark.parametrize("full_shadow", [False, True])
+@pytest.mark.parametrize("pages", [*range(1, 10), 63, 64, 65, 1024])
+def test_a_budget_that_is_met_exactly_is_enough(pages, full_shadow):
+    p = memory.pool(GLM5, pages * 64, page_size=64, indexer=True)
+    budget = p.allocated_bytes + (p.full_shadow_bytes if full_shadow else p.stock_cast_bytes)
+    assert memory.largest_pool(p, budget, full_shadow=full_shadow) == pages * 64
+    assert memory.largest_pool(p, budget - 1, full_shadow=full_shadow) == (pages - 1) * 64
+
+
+def test_a_budget_below_nothing_holds_nothing():
+    assert memory.largest_pool(memory.pool(GLM5, 9), -1, full_shadow=True) == 0
+
+
+def test_without_options_it_is_the_whole_model():
+    p = memory.pool(GLM5, 9)
+    assert (p.rank.heads, p.rank.layers, p.page_size, p.dtype.name) == (64, 78, 1, "fp8_e4m3")
+    assert (p.indexer, p.draft_layers, p.skip_shared_indexers) == (False, 0, False)
+
+
 def test_61_and_25_5_and_41_7_are_128_and_do_not_fit_96():
     p = memory.pool(GLM5, SLOTS, indexer=True)
     f = memory.fit(p, gpu=gpus.lookup("rtx-pro-6000"), weights=61 * GIB)
