@@ -15,7 +15,7 @@ from kvlab.kernels.active import ActiveSlots
 
 LATENT, ROPE = 512, 64
 FLASHMLA_PAGE = 64
-_FLASHINFER_SCRATCH = 128 << 20  # bytes, what flashinfer's documentation recommends
+_FLASHINFER_SCRATCH = 384 << 20  # bytes, SGLang 0.5.15.post1's SGLANG_FLASHINFER_WORKSPACE_SIZE
 _SGLANG_MIN_BLOCK = 32  # tokens a split at least, SGLang 0.5.15.post1 triton_backend.py
 
 Call = Callable[[int], torch.Tensor]
