@@ -197,11 +197,11 @@ def measure(
     layers: int = 78,
     kv_dtype: str = "fp8_e4m3",
     dtype: str = "bf16",
-    cuts: Sequence[Tuning] = (),
+    sweep: bool = False,
 ) -> CastRun:
     """Measure on this host's GPU. `layers` pools of `pool` slots are allocated, 22 GB for 78 of 495,552.
 
-    `cuts`: variants to sweep besides. Raises BadInput without a GPU or where the pools do not fit.
+    `sweep`: time the `candidates` besides. Raises BadInput without a GPU or where the pools do not fit.
     """
     if not torch.cuda.is_available():
         raise BadInput("bench cast: no CUDA device here; --recorded prints the newest recorded run")
@@ -235,7 +235,7 @@ def measure(
         shapes=shapes,
         maps=bench.maps([n for n in (1_000, 10_000, 100_000) if n <= pool]),
         replays=bench.replays([n for n in REPLAY_TOKENS if n <= pool]),
-        sweep=bench.sweep(cuts, [n for n in (1_000, 10_000, 131_072) if n <= pool]) if cuts else [],
+        sweep=bench.sweep(candidates(), [n for n in (1_000, 10_000, 131_072) if n <= pool]) if sweep else [],
     )
 
 

@@ -38,8 +38,9 @@ def test_recorded_prints_a_table(run):
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this host has a GPU")
-def test_without_a_gpu_it_says_where_to_look():
-    done = kvlab("cast", "--json")
+@pytest.mark.parametrize("options", [[], ["--sweep"], ["--kv-dtype", "fp8_e5m2", "--pool", "1"]])
+def test_without_a_gpu_it_says_where_to_look(options):
+    done = kvlab("cast", "--json", *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr == "kvlab: bench cast: no CUDA device here; --recorded prints the newest recorded run\n"

@@ -54,8 +54,7 @@ def _measure(pool: int, layers: int, kv_dtype: str, dtype: str, sweep: bool) -> 
         from kvlab.bench import cast as bench
     except ModuleNotFoundError as e:
         raise BadInput(f"bench cast: needs {e.name}; install it, or use --recorded") from None
-    cuts = bench.candidates() if sweep else ()
-    return bench.measure(pool=pool, layers=layers, kv_dtype=kv_dtype, dtype=dtype, cuts=cuts)
+    return bench.measure(pool=pool, layers=layers, kv_dtype=kv_dtype, dtype=dtype, sweep=sweep)
 
 
 def _show(run: "CastRun") -> None:
