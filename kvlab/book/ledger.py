@@ -14,7 +14,7 @@ VERDICTS = ("confirmed", "corrected", "untestable here")
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """One claim: the text's own words, the verdict and why, the page that decides it, the test that pins it.
 
-    `page` is `name#place` or, for a page that the book does not have yet, its name alone.
+    `page` is `name#place` or, for a page that is not written yet, its name alone.
     """
 
     id: str
@@ -69,9 +69,8 @@ def show_ledger() -> None:
 
 def _row(c: Claim) -> str:
     page, _, place = c.page.partition("#")
-    where = (
-        f'<a href="{escape(page)}.html#{escape(place)}">{escape(page)}</a>' if place else "a chapter to come"
-    )
+    link = f'<a href="{escape(page)}.html#{escape(place)}">{escape(page)}</a>'
+    where = link if place else "a chapter to come"
     test = f"<br><code>{escape(c.test.rpartition('::')[2])}</code>" if c.test else ""
     kind = c.verdict.split()[0]
     return (
