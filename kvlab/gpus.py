@@ -17,7 +17,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One card. `memory` is the driver's total in bytes (nvidia-smi), not the round number on the box.
 
     What a process can use is less still: the CUDA context, and what other processes hold. `bandwidth` is the
-    datasheet's, bytes a second. `shared_memory_per_block` is the opt-in maximum, bytes. None: not known.
+    datasheet's, bytes a second. `shared_memory_per_block` is the opt-in maximum, bytes.
+    `tensor` has dense tensor-core peaks, flop/s by format; `link` says how cards of a host are connected and
+    `link_bandwidth` what one card sends at most, bytes a second in one direction. None: not known.
     """
 
     key: str
@@ -30,6 +32,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     sm_count: int | None = None
     shared_memory_per_block: int | None = None
     l2: int | None = None
+    tensor: dict[str, int] = {}
+    link: str | None = None
+    link_bandwidth: int | None = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -104,6 +109,9 @@ def _card(key: str, row: dict) -> Gpu:
         sm_count=row["sm_count"],
         shared_memory_per_block=row["shared_memory_per_block_kib"] * KIB,
         l2=row["l2_mib"] * MIB,
+        tensor={name: tera * 10**12 for name, tera in row.get("tensor_tflops", {}).items()},
+        link=row.get("link"),
+        link_bandwidth=int(row["link_gb_s"] * GB) if "link_gb_s" in row else None,
         aliases=tuple(row.get("aliases", ())),
     )
 
