@@ -20,6 +20,7 @@ import torch
 
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.checks import FP8_DTYPES
 from kvlab.kernels.reference import full_cast, gather_cast, mla_attention, shadow_cast
 
 Strategy = Literal["stock", "shadow", "gather"]
@@ -45,10 +46,10 @@ class LatentPool:
         dtype: torch.dtype = torch.float8_e4m3fn,
         device: str = "cpu",
     ) -> None:
-        if size < 1 or page_size < 1 or layers < 1:
-            raise BadInput(
-                f"pool: expected 1 or more slots, layers and page_size, got {size}, {layers} and {page_size}"
-            )
+        _at_least(1, slots=size, layers=layers, page_size=page_size, kv_lora_rank=kv_lora_rank)
+        _at_least(0, qk_rope_head_dim=qk_rope_head_dim)
+        if dtype not in FP8_DTYPES:
+            raise BadInput(f"dtype: expected {' or '.join(map(str, FP8_DTYPES))}, got {dtype}")
         self.size, self.page_size, self.dtype, self.store_dtype = size, page_size, dtype, torch.uint8
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         shape = (size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
@@ -66,6 +67,7 @@ class LatentPool:
 
     def alloc(self, tokens: int) -> torch.Tensor:
         """The next `tokens` slots, int64."""
+        _at_least(0, tokens=tokens)
         if self._next + tokens > self.size + self.page_size:
             left = self.size + self.page_size - self._next
             raise BadInput(f"pool: {tokens} slots asked for, {left} of {self.size} are free")
@@ -149,6 +151,7 @@ class Loop:
     ) -> None:
         if strategy not in STRATEGIES:
             raise BadInput(f"strategy: expected {', '.join(STRATEGIES)}, got {strategy!r}")
+        _at_least(1, batch=batch, heads=heads)
         self.strategy, self.heads, self.dtype = strategy, heads, dtype
         self.draw = torch.Generator().manual_seed(seed)
         self.pool = LatentPool(
@@ -215,8 +218,10 @@ def profile(
 ) -> Decode:
     """Profile `steps` decode steps of `batch` requests of `context` tokens over `slots`, on one thread.
 
-    One step goes before, unprofiled. Raises BadInput for an unknown strategy or a pool too small.
+    One step goes before, unprofiled. Raises BadInput for an unknown strategy, a pool too small and counts
+    that are none.
     """
+    _at_least(1, steps=steps)
     with _one_thread(), _kineto_quiet():
         loop = Loop(
             strategy,
@@ -283,6 +288,13 @@ def profile(
         == loop.pool.kv_buffer[0].untyped_storage().data_ptr(),
         bits=loop.digest.hexdigest(),
     )
+
+
+def _at_least(least: int, **counts: int) -> None:
+    """Raises BadInput for the first of `counts` that is no whole number of `least` or more."""
+    for name, n in counts.items():
+        if not isinstance(n, int) or isinstance(n, bool) or n < least:
+            raise BadInput(f"pool: expected {name} of {least} or more, a whole number, got {n!r}")
 
 
 @contextmanager

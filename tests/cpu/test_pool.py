@@ -77,5 +77,21 @@ def test_bad_input_is_named():
         profiled("fast")
     with pytest.raises(BadInput, match=r"pool: 40 slots asked for, 10 of 10 are free"):
         profiled("stock", 10)
-    with pytest.raises(BadInput, match=r"pool: expected 1 or more"):
+    with pytest.raises(BadInput, match=r"pool: expected slots of 1 or more, a whole number, got 0"):
         LatentPool(0)
+    with pytest.raises(BadInput, match=r"dtype: expected .*float8_e5m2, got torch.uint8"):
+        LatentPool(9, dtype=torch.uint8)
+    pool = LatentPool(4)
+    with pytest.raises(BadInput, match=r"expected tokens of 0 or more"):
+        pool.alloc(-1)
+    assert pool.alloc(4).tolist() == [1, 2, 3, 4], "slot 0 stays the padding's"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 0}, {"context": -1}, {"steps": 0}, {"heads": 0}, {"layers": 1.5}]
+)
+def test_counts_that_are_none_are_named(wrong):
+    (name,) = wrong
+    name = {"context": "tokens"}.get(name, name)
+    with pytest.raises(BadInput, match=f"pool: expected {name} of"):
+        profile("stock", **({"slots": 40, "context": 4} | wrong))
