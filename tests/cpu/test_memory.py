@@ -62,6 +62,9 @@ def test_rows_by_dtype(name, row, logged):
     assert p.row_bytes == row
     assert p.pool_bytes == 1000 * row * 78
     assert p.logged_bytes == (p.tokens + p.page_size) * logged * 78
+    assert p.dtype.casts == (name != "bf16")
+    assert p.cast_traffic_bytes == (0 if name == "bf16" else 1000 * (row + 2 * 576))
+    assert p.one_layer_shadow_bytes == (0 if name == "bf16" else 1000 * 2 * 576)
     for alias in p.dtype.aliases:
         assert memory.dtype(alias.upper()) is p.dtype
 
