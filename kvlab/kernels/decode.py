@@ -6,6 +6,7 @@ them, the Triton kernels of `kvlab.kernels.mla_triton` (SM80 to SM120). Both equ
 CUDA graph serves every length.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +28,10 @@ MERGE_WARPS, MERGE_STAGES, WIDE_TILE = 2, 2, 2
 # The CUDA kernels keep tickets at a workspace's start that every call must leave zero.
 _HEADER_BYTES = 8192
 _SMALL_SHARED = (86, 89, 120, 121)
+
+_log = logging.getLogger(__name__)
+# Devices where the CUDA kernels turned out not to compile, and why: Triton serves them from then on.
+_cuda_failed: dict[torch.device, str] = {}
 
 
 @dataclass(frozen=True)
@@ -165,40 +170,28 @@ def mla_decode(
     if not active.batch:
         return out.zero_(), None if lse is None else lse.fill_(-math.inf)
 
+    options = {
+        "sm_scale": sm_scale,
+        "logit_cap": logit_cap,
+        "k_scale": k_scale,
+        "q_indptr": q_indptr,
+        "causal": causal,
+        "out": out,
+        "lse": lse,
+        "lse_base2": lse_base2,
+        "workspace": workspace,
+    }
     if _picks_cuda(backend, q_nope, q_pe, pool, active):
-        from kvlab.kernels import hopper
+        from kvlab.kernels import hopper, nvrtc
 
-        return hopper.mla_decode(
-            q_nope,
-            q_pe,
-            pool,
-            active,
-            sm_scale=sm_scale,
-            logit_cap=logit_cap,
-            k_scale=k_scale,
-            q_indptr=q_indptr,
-            causal=causal,
-            out=out,
-            lse=lse,
-            lse_base2=lse_base2,
-            workspace=workspace,
-        )
-    _launch(
-        q_nope,
-        q_pe,
-        pool,
-        active,
-        sm_scale=sm_scale,
-        logit_cap=logit_cap,
-        k_scale=k_scale,
-        q_indptr=q_indptr,
-        causal=causal,
-        out=out,
-        lse=lse,
-        lse_base2=lse_base2,
-        workspace=workspace,
-        tune=tune,
-    )
+        try:
+            return hopper.mla_decode(q_nope, q_pe, pool, active, **options)
+        except nvrtc.CompileError as e:
+            if backend == "cuda":
+                raise
+            _cuda_failed[device] = f"the CUDA kernels do not compile here: {e}"
+            _log.warning("kvlab: Triton decodes, %s", _cuda_failed[device])
+    _launch(q_nope, q_pe, pool, active, tune=tune, **options)
     return out, lse
 
 
@@ -241,13 +234,19 @@ def why_not_cuda(
     q_nope: torch.Tensor, q_pe: torch.Tensor | None, rows: torch.Tensor, active: ActiveSlots
 ) -> str | None:
     """Why backend "auto" would leave this call to Triton; None where the CUDA kernels take it."""
-    if rows.device.type != "cuda":
+    if not _is_cuda(rows.device):
         return f"rows are on {rows.device}"
     if _chip(rows.device)[0] != 90:
         return f"the CUDA kernels are for SM90, this is SM{_chip(rows.device)[0]}"
+    if rows.device in _cuda_failed:
+        return _cuda_failed[rows.device]
     from kvlab.kernels import hopper
 
     return hopper.supports(q_nope, q_pe, rows_2d("rows", rows), active)
+
+
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _picks_cuda(

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import BadInput
+from kvlab.kernels import decode
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.decode import Tuning, mla_decode, tuning, workspace_bytes, workspace_for
 from kvlab.kernels.reference import mla_attention
@@ -360,6 +361,34 @@ def test_cuda_backend_says_why_it_cannot(device):
     q_nope, q_pe, rows, active, _ = make_problem(device, [4])
     with pytest.raises(BadInput, match="rows are on cpu"):
         mla_decode(q_nope, q_pe, rows, active, sm_scale=1.0, backend="cuda")
+
+
+def test_triton_takes_over_where_the_cuda_kernels_do_not_compile(device, monkeypatch, caplog):
+    from kvlab.kernels import hopper, nvrtc
+
+    problem = make_problem(device, [20])[:4]
+    tried = []
+
+    def fail(*_, **__):
+        tried.append(1)
+        raise nvrtc.CompileError("no NVRTC for this driver")
+
+    monkeypatch.setattr(hopper, "mla_decode", fail)
+    monkeypatch.setattr(decode, "_cuda_failed", {})
+    monkeypatch.setattr(decode, "_chip", lambda _: (90, 2))
+    monkeypatch.setattr(hopper, "supports", lambda *_: None)
+    monkeypatch.setattr(decode, "_is_cuda", lambda _: True)
+    with pytest.raises(nvrtc.CompileError):
+        mla_decode(*problem, sm_scale=0.1, backend="cuda")
+    tune = Tuning(16, 16, 4, 1, 2, 1, "plain")
+    if device == "cuda":
+        tune = None
+    for _ in range(2):
+        out, _ = mla_decode(*problem, sm_scale=0.1, tune=tune)
+        want, _ = mla_attention(*problem, sm_scale=0.1, dtype=torch.float64)
+        assert (out.double() - want).norm() / want.norm() < 1e-3
+    assert len(tried) == 2, "tried once more by auto, never again"
+    assert "no NVRTC for this driver" in caplog.text
 
 
 @pytest.mark.parametrize("offset", [1, 3])
