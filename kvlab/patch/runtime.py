@@ -94,6 +94,8 @@ class Runtime:
             )
             if facts.q_dtype in _WIDE:
                 self.choice(state, facts)
+                if self.asked != "stock":
+                    self.write_refusal(state, pool, facts)
         self._announce(family, _kinds(backend), pool, rows)
 
     def graphs_ready(self, family: str, backend: Any) -> None:
