@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["test_*.py"]
-if importlib.util.find_spec("sglang"):
+_spec = importlib.util.find_spec("sglang")
+# This very folder may look like a namespace package of that name.
+_HAS_SGLANG = _spec is not None and _spec.origin is not None
+collect_ignore_glob = [] if _HAS_SGLANG else ["test_*.py"]
+if _HAS_SGLANG:
     sys.path.insert(0, str(_HERE))
+
+
+def pytest_configure(config):
+    # SGLang and what it imports warn by the dozen; only our own warnings are errors here.
+    if _HAS_SGLANG:
+        config.addinivalue_line("filterwarnings", "ignore")
+        config.addinivalue_line("filterwarnings", "error:::kvlab")
 
 
 def pytest_collection_modifyitems(items):
