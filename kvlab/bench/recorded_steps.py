@@ -61,7 +61,7 @@ def step(path: Path, strategy: str, *, context: int = 100, cuda_graphs: bool = T
 
 
 def logged_gb(path: Path, tokens: int) -> float:
-    """What SGLang's log called the KV size of a pool of `tokens`, as the README quotes it. Raises BadInput."""
+    """What SGLang logged as the KV size of a pool of `tokens`, as the README quotes it. Raises BadInput."""
     try:
         text = path.read_text("utf-8")
     except OSError as e:
