@@ -85,8 +85,8 @@ def _block_num(r: Rules) -> State:
 
 def _xqa_dtypes(r: Rules) -> State:
     rule = r["xqa"]["dtypes"]
-    pairs = ", ".join(f"{q} query with {kv} rows" for q, kv in rule["value"])
-    return pairs, "refuses", r.evidence(rule)
+    pairs = (f"both {q}" if q == kv else f"{q} with {kv}" for q, kv in rule["value"])
+    return " or ".join(pairs), "refuses", r.evidence(rule)
 
 
 def _xqa_heads(r: Rules) -> State:
@@ -157,7 +157,7 @@ def _present(backend: str) -> Callable[[Rules], State]:
 _FLASHINFER: dict[str, Callable[[Rules], State]] = {
     "qk_nope_head_dim of MLA decode": _nope,
     "page-table width": _block_num,
-    "XQA (SM120): dtypes": _xqa_dtypes,
+    "XQA (SM120): query and rows": _xqa_dtypes,
     "XQA (SM120): query heads": _xqa_heads,
     "ragged MLA prefill": _ragged,
     "MLA wrapper's own FP8 rows": _native,
@@ -174,10 +174,14 @@ _SGLANG: dict[str, Callable[[Rules], State]] = {
 }
 _COLOURS = {"refuses": "#D55E00", "open": "#009E73", "casts": "#CC79A7", "absent": "#B0B0B0"}
 _MEANING = {"refuses": "refuses", "open": "admits", "casts": "serves at a cost", "absent": "not there"}
+_BAR = 0.4
 
 
 def figure(package: str = "flashinfer-python") -> go.Figure:
-    """The lanes of one package over its releases: a bar a span, with the check on hover."""
+    """The lanes of one package over its releases: a bar a span under its lane's name, the check on hover.
+
+    A bar runs from its first release to the one after its last. `layout.meta` has the spans as a table.
+    """
     import plotly.graph_objects as go
 
     known = rules.releases(package)
@@ -192,17 +196,29 @@ def figure(package: str = "flashinfer-python") -> go.Figure:
             orientation="h",
             name=_MEANING[mood],
             marker={"color": colour, "line": {"width": 1, "color": "rgba(255,255,255,0.7)"}},
+            width=_BAR,
             y=[s.lane for s in rows],
             x=[index[s.last] - index[s.first] + 1 for s in rows],
             base=[index[s.first] for s in rows],
             text=[s.state for s in rows],
             textposition="inside",
             insidetextanchor="start",
+            textangle=0,
+            textfont={"color": "#000"},
             customdata=[_hover(s) for s in rows],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
         )
-    fig.update_layout(barmode="overlay", title="flashinfer" if package.startswith("flash") else "SGLang")
-    every = max(1, len(known) // 14)
+    lanes = list(dict.fromkeys(s.lane for s in chosen))
+    for i, lane in enumerate(lanes):
+        # Above its bar: beside it, a name would take half of a phone.
+        top = i - _BAR / 2
+        fig.add_annotation(x=0, y=top, text=lane, showarrow=False, xanchor="left", yanchor="bottom")
+    every = max(1, len(known) // 10)
+    fig.update_layout(
+        barmode="overlay",
+        uniformtext={"minsize": 10, "mode": "hide"},
+        meta={"columns": _COLUMNS, "rows": [_row(s) for s in chosen]},
+    )
     fig.update_xaxes(
         tickmode="array",
         tickvals=[i + 0.5 for i in range(0, len(known), every)],
@@ -211,11 +227,28 @@ def figure(package: str = "flashinfer-python") -> go.Figure:
         tickangle=-45,
         title="release",
     )
-    fig.update_yaxes(autorange="reversed", title="")
+    fig.update_yaxes(
+        categoryorder="array",
+        categoryarray=lanes,
+        range=[len(lanes) - 0.5, -0.8],
+        showticklabels=False,
+        showgrid=False,
+        title="",
+    )
     return fig
 
 
+_COLUMNS = ["check", "answer", "releases", "first of them"]
+
+
+def _row(s: Span) -> list[str]:
+    return [s.lane, s.state, _when(s), f"{s.evidence.file}:{s.evidence.line}" if s.evidence else "–"]
+
+
+def _when(s: Span) -> str:
+    return s.first if s.first == s.last else f"{s.first} to {s.last}"
+
+
 def _hover(s: Span) -> list[Any]:
-    when = s.first if s.first == s.last else f"{s.first} to {s.last}"
-    proof = f"{s.evidence.file}:{s.evidence.line} {s.evidence.quote}" if s.evidence else ""
-    return [f"<b>{s.lane}</b>: {s.state}, {when}", proof[:160]]
+    proof = f"{s.evidence.file}:{s.evidence.line}<br>{s.evidence.quote[:90]}" if s.evidence else ""
+    return [f"<b>{s.lane}</b><br>{s.state}, {_when(s)}", proof]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvlab.backends import rules
+from kvlab.backends.advice import Option, advise
 from kvlab.backends.decision import Verdict, decide, question
 
 # Six shapes that differ in what the checks look at: indexer, nope 192, heads, the architecture's name.
@@ -77,6 +78,16 @@ def build(
         reasons=reasons.values,
         evidence=[{**msgspec.to_builtins(e), "text": str(e)} for e in proofs.values],
     )
+
+
+def advice(matrix: Matrix) -> tuple[list[Option], dict[tuple[str, str, str], list[int]]]:
+    """The ways out without a patch: each option once, and for each model, card and release its indices."""
+    known = _Intern()
+    chosen = {}
+    for at in dict.fromkeys((c.model, c.gpu, c.sglang) for c in matrix.cells):
+        options = advise(question(*at, kv_dtype=matrix.kv_dtype))
+        chosen[at] = [known(msgspec.json.encode(o)) for o in options]
+    return [msgspec.json.decode(o, type=Option) for o in known.values], chosen
 
 
 def _cell(v: Verdict, model: str, gpu: str, release: str, reasons: _Intern, proofs: _Intern) -> Cell:

@@ -30,6 +30,16 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     quote: str
 
+    @property
+    def words(self) -> str:
+        """The exception as a traceback ends with it; a bare assertion has its line for words."""
+        return f"{self.exception}: {self.says}" if self.says else f"{self.exception} at `{self.quote}`"
+
+    @property
+    def where(self) -> str:
+        """Package, release, file and line of the frame that raised."""
+        return f"{self.package} {self.release}, {self.file}:{self.line}"
+
 
 def _catch(name: str, call: str, tree: Tree, run: Callable[[], Any]) -> Raised:
     try:

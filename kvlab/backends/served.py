@@ -143,7 +143,8 @@ def _one_batch(runner: str, folder: Path, flags: list[str], timeout: float) -> t
 
 
 @cache
-def _recorded() -> list[tuple[str, Outcome]]:
+def recorded() -> list[tuple[str, Outcome]]:
+    """Every recorded outcome with its file: which answers a card has tried."""
     found = []
     for path in sorted(data.recorded().glob("*/served.json")):
         document = msgspec.json.decode(path.read_bytes())
@@ -162,7 +163,7 @@ def of(backend: str, *, sglang: str, gpu: str, kv_dtype: str) -> list[dict[str, 
             "agrees": o.agrees,
             "exception": o.exception,
         }
-        for source, o in _recorded()
+        for source, o in recorded()
         if (o.backend, o.sglang, o.kv_dtype) == (backend, sglang, kv_dtype)
         and o.gpu.endswith(gpu.split()[-1])
     ]

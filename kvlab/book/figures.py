@@ -147,20 +147,26 @@ def _digest(fig: "go.Figure") -> str:
 
 
 def data_table(fig: "go.Figure") -> str:
-    """What the figure plots, as an HTML table: for a reader without JavaScript, sight or patience."""
-    rows: list[tuple[str, str, str]] = []
-    for trace in fig.data:
-        x, y = _column(trace, "x", "labels"), _column(trace, "y", "values", "z")
-        rows += [(trace.name or "", _cell(a), _cell(c)) for a, c in zip(x, y, strict=False)]
+    """What the figure plots, as an HTML table: for a reader without JavaScript, sight or patience.
+
+    A figure whose marks are not its data (bars from release to release) states its own rows as
+    `fig.layout.meta = {"columns": [...], "rows": [[...], ...]}`, text throughout.
+    """
+    own = fig.layout.meta
+    if isinstance(own, dict) and "rows" in own:
+        heads, rows = list(own["columns"]), [tuple(r) for r in own["rows"]]
+    else:
+        rows = []
+        for trace in fig.data:
+            x, y = _column(trace, "x", "labels"), _column(trace, "y", "values", "z")
+            rows += [(trace.name or "", _cell(a), _cell(c)) for a, c in zip(x, y, strict=False)]
+        heads = ["series", _axis(fig, "xaxis", "x"), _axis(fig, "yaxis", "y")]
+        if not any(r[0] for r in rows):
+            heads, rows = heads[1:], [r[1:] for r in rows]
     if not rows:
         return ""
-    named = any(r[0] for r in rows)
-    heads = (["series"] if named else []) + [_axis(fig, "xaxis", "x"), _axis(fig, "yaxis", "y")]
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in (r if named else r[1:])) + "</tr>"
-        for r in rows[:_ROWS_SHOWN]
-    )
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in r) + "</tr>" for r in rows[:_ROWS_SHOWN])
     more = f"<p>The first {_ROWS_SHOWN} of {len(rows)} points.</p>" if len(rows) > _ROWS_SHOWN else ""
     return (
         '<details class="kv-data"><summary>The data of this figure</summary>'

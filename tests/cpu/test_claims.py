@@ -5,11 +5,14 @@ import re
 import statistics
 from importlib import resources
 
+import msgspec
 import pytest
 import torch
 
 from kvlab import backends, data, gpus, memory, models, pool
 from kvlab import trace as kt
+from kvlab.backends.reproduce import Raised
+from kvlab.backends.rules import load as load_rules
 from kvlab.bench import recorded_steps
 from kvlab.book.ledger import VERDICTS, entries
 from kvlab.book.values import recorded
@@ -206,12 +209,27 @@ def backend(name):
     return next(b for b in found if b["backend"] == name)
 
 
+def raised(name):
+    document = json.loads((data.recorded("backend-failures") / "raised.json").read_text("utf-8"))
+    return next(r for r in msgspec.convert(document["raised"], list[Raised]) if r.name == name)
+
+
 def test_trtllm_mla():
     said = CLAIMS["trtllm_mla"]
     assert GLM5.qk_nope_head_dim == said.also["glm5"]
     found = backend("trtllm_mla")
     assert not found["works"]
-    assert f"Expected qk_nope_head_dim == {said.value:.0f}, got {said.also['glm5']:.0f}" in found["reason"]
+    words = f"Expected qk_nope_head_dim == {said.value:.0f}, got {said.also['glm5']:.0f}"
+    assert words in found["reason"]
+    assert raised("trtllm_mla").says == words
+
+    def says_so(release):
+        known = load_rules("sglang", release)
+        check = load_rules("flashinfer-python", known["pins"]["flashinfer-python"])["mla_shape"]
+        return "GlmMoeDsaForCausalLM" in known["models"] and words in check["says"].values()
+
+    # One SGLang release has GLM-5 and pins a flashinfer with these words: the one that is quoted.
+    assert [r for r in backends.releases() if says_so(r)] == [raised("cutlass_mla").release]
     assert said.verdict == "confirmed"
 
 
@@ -220,6 +238,14 @@ def test_cutlass_mla():
     assert not found["works"]
     assert "page size" in found["reason"]
     assert "AssertionError" in found["reason"]
+    # Neither line is the kernel's: the argument handler's page size meets the pool's assertion.
+    moved, pool_line = found["evidence"][:2]
+    assert moved["file"] == "sglang/srt/server_args.py"
+    assert (raised("cutlass_mla").exception, raised("cutlass_mla").says) == ("AssertionError", "")
+    assert (raised("cutlass_mla").file, raised("cutlass_mla").line) == (pool_line["file"], pool_line["line"])
+    known = load_rules("sglang", "0.5.9")
+    assert known["constraints"]["cutlass_mla"]["page"]["becomes"] == 128
+    assert known["dsa"]["pool_page"]["value"] == 64
     assert CLAIMS["cutlass_mla"].verdict == "confirmed"
 
 
@@ -239,6 +265,8 @@ def test_format_required():
     newest = backends.answer("glm-5", "h200", "0.5.23")["backends"]
     stock = next(b for b in newest if b["backend"] == "flashinfer")
     assert "casts the whole pool" in stock["reason"]
+    # Nor would it help on the text's card: Hopper's alone.
+    assert native("0.7.2")["majors"] == [9]
     assert CLAIMS["format_required"].verdict == "corrected"
 
 

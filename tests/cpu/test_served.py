@@ -74,7 +74,7 @@ def test_recorded_runs_stand_beside_the_answer(tmp_path, monkeypatch):
     fields = {f: getattr(outcome, f) for f in outcome.__struct_fields__}
     (folder / "served.json").write_text(json.dumps({"provenance": {}, "outcomes": [fields]}))
     monkeypatch.setattr("kvlab.data.root", lambda: tmp_path)
-    served._recorded.cache_clear()
+    served.recorded.cache_clear()
     try:
         shown = answer("flashinfer", "deepseek-v3", "h200", "0.5.15.post1").served
         assert shown == [
@@ -88,4 +88,4 @@ def test_recorded_runs_stand_beside_the_answer(tmp_path, monkeypatch):
         ]
         assert answer("flashinfer", "deepseek-v3", "b200", "0.5.15.post1").served == []
     finally:
-        served._recorded.cache_clear()
+        served.recorded.cache_clear()
