@@ -4,7 +4,6 @@ Decisions are made once a backend and call kind, before capture, and logged in o
 """
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,19 +11,18 @@ from typing import Any
 
 import torch
 
+from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
 from kvlab.patch import policy, selfcheck, write
+from kvlab.patch.attempt import Attempt, a_layer, one_line
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
-from kvlab.patch.reads import ADAPTERS, Stock
 from kvlab.patch.scratch import Scratch, is_capturing
 from kvlab.patch.seam import PoolView, is_view, seen_through
 from kvlab.patch.sites import Site
-from kvlab.patch.strategies import Call, Strategy, TakeOver, all_strategies
+from kvlab.patch.strategies import Strategy, TakeOver, all_strategies
 
 log = logging.getLogger("kvlab.patch")
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_WIDE = (torch.bfloat16, torch.float16)
 _STEP = {"decode": "a decode step", "extend": "an extend step"}
 
 
@@ -71,11 +69,11 @@ class Runtime:
         pool = getattr(model_runner, "token_to_kv_pool", None) or getattr(backend, "token_to_kv_pool", None)
         if pool is None or not getattr(backend, "use_mla", True):
             return
-        if getattr(pool, "dtype", None) not in _FP8 or getattr(pool, "store_dtype", None) == pool.dtype:
+        if getattr(pool, "dtype", None) not in FP8_DTYPES or getattr(pool, "store_dtype", None) == pool.dtype:
             self._left(family, pool)
             return
         try:
-            rows = _a_layer(pool)
+            rows = a_layer(pool)
         except (AttributeError, IndexError, TypeError):
             return
         config = getattr(model_runner, "model_config", None)
@@ -92,7 +90,7 @@ class Runtime:
                 page_size=backend.page_size if family == "fa3" else 1,
                 family=family,
             )
-            if facts.q_dtype in _WIDE:
+            if facts.q_dtype in WIDE_DTYPES:
                 self.choice(state, facts)
                 if self.asked != "stock":
                     self.write_refusal(state, pool, facts)
@@ -141,14 +139,15 @@ class Runtime:
             return stock()
         holder = backend if site.holder == "self" else forward_batch
         pool = getattr(holder, "token_to_kv_pool", None)
-        if pool is None or is_view(pool) or getattr(pool, "dtype", None) not in _FP8:
+        if pool is None or is_view(pool) or getattr(pool, "dtype", None) not in FP8_DTYPES:
             return stock()
 
         state = self._state(site.family, backend)
-        graph = state.graph if is_capturing(q.device) else None
-        if is_capturing(q.device):
-            self.has_captured = True
-        attempt = _Attempt(self, state, site, backend, layer, forward_batch, q, kwargs.get("q_rope"), graph)
+        captures = is_capturing(q.device)
+        self.has_captured |= captures
+        graph = state.graph if captures else None
+        q_rope = kwargs.get("q_rope")
+        attempt = Attempt(self, state, site, backend, layer, forward_batch, q, q_rope, graph, captures)
         if args and attempt.q_rope is None:
             # save_kv_cache, q_rope, k_rope may come by position.
             attempt.q_rope = args[1] if len(args) > 1 else None
@@ -198,7 +197,7 @@ class Runtime:
         try:
             wrong = selfcheck.check(strategy, facts)
         except Exception as e:
-            wrong = _one_line(e)
+            wrong = one_line(e)
         if wrong is not None:
             self.say(f"self-check of {strategy} failed on {facts.device}: {wrong}; not used")
             return f"self-check failed: {wrong}"
@@ -217,9 +216,9 @@ class Runtime:
     def broke(self, strategy: str, error: BaseException) -> None:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
-            self._broken[strategy] = f"failed while serving: {_one_line(error)}"
+            self._broken[strategy] = f"failed while serving: {one_line(error)}"
             self.say(
-                f"{strategy} failed ({_one_line(error)}); stock served the call, {strategy} is not used again"
+                f"{strategy} failed ({one_line(error)}); stock served the call, {strategy} is not used again"
             )
         self.on_change(True)
 
@@ -236,7 +235,7 @@ class Runtime:
                     try:
                         self._checked[checked] = selfcheck.check_write(facts)
                     except Exception as e:
-                        self._checked[checked] = _one_line(e)
+                        self._checked[checked] = one_line(e)
                     if self._checked[checked]:
                         self.say(f"KV write stays stock's: {self._checked[checked]}")
                 why = self._checked[checked]
@@ -312,180 +311,6 @@ class Step:
     is_capture: bool = False
 
 
-class _Attempt:
-    """One call: what it reads, which strategy has it, and what became of that."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        state: BackendState,
-        site: Site,
-        backend: Any,
-        layer: Any,
-        forward_batch: Any,
-        q: torch.Tensor,
-        q_rope: torch.Tensor | None,
-        graph: Any,
-    ) -> None:
-        self.runtime, self.state, self.site, self.backend = runtime, state, site, backend
-        self.layer, self.forward_batch, self.q, self.q_rope, self.graph = (
-            layer,
-            forward_batch,
-            q,
-            q_rope,
-            graph,
-        )
-        self.call: Call | None = None
-        self.strategy_name = "stock"
-        self.served: str | None = None
-        self.slots = self.row_bytes = 0
-        self.facts: Facts | None = None
-
-    def enter(self, pool: Any) -> None:
-        """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
-        try:
-            self._enter(pool)
-        except Exception as e:
-            self._give_up(e)
-
-    def _enter(self, pool: Any) -> None:
-        state, site, layer = self.state, self.site, self.layer
-        rows = _a_layer(pool)
-        if rows.shape[-1] != layer.head_dim or self.q.dtype not in _WIDE:
-            self.fell_back(f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries")
-            return
-        self.facts = Facts(
-            kind=site.kind,
-            device=rows.device,
-            slots=rows.shape[0],
-            width=rows.shape[-1],
-            fp8=pool.dtype,
-            q_dtype=self.q.dtype,
-            heads=layer.tp_q_head_num,
-            rank=layer.v_head_dim,
-            page_size=self.backend.page_size if site.family == "fa3" else 1,
-            family=site.family,
-        )
-        reason = _outside(state, self.backend)
-        if reason is not None:
-            self.fell_back(reason)
-            return
-        self.strategy_name = self.runtime.choice(state, self.facts).strategy
-        if self.strategy_name == "stock":
-            return
-        adapter = ADAPTERS[site.family]
-        if not _has_metadata(self.backend, site):
-            return
-        reads = adapter.reads(self.backend, site.kind, layer, self.forward_batch)
-        if isinstance(reads, Stock):
-            self.fell_back(reads.reason)
-            return
-        self.call = Call(
-            site=site.name,
-            kind=site.kind,
-            adapter=adapter,
-            backend=self.backend,
-            layer=layer,
-            forward_batch=self.forward_batch,
-            q=self.q,
-            q_rope=self.q_rope,
-            reads=reads,
-            facts=self.facts,
-            scratch=self.runtime.scratch,
-            lane=self.runtime.lane(state, site.kind),
-            lasts=state.graphs or is_capturing(rows.device),
-            is_capturing=is_capturing(rows.device),
-            generation=state.generation,
-        )
-        self.runtime.strategies[self.strategy_name].enter(self.call)
-
-    def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What SGLang's method gets for `rows.to(dtype)`."""
-        self.slots, self.row_bytes = rows.shape[0], rows.shape[-1]
-        if rows.dtype not in _FP8:
-            self.call = None
-            self.served = None
-            return rows.to(dtype)
-        if self.call is not None and (self.facts is None or rows.shape[0] != self.facts.slots):
-            self.leave()
-            self.call = None
-            self.fell_back("a buffer that is not the pool's layer")
-        if self.call is not None:
-            try:
-                wide = self.runtime.strategies[self.strategy_name].cast(self.call, rows, dtype)
-            except Exception as e:
-                self._give_up(e)
-            except TakeOver:
-                self.served = self.strategy_name
-                raise
-            else:
-                self.served = self.strategy_name
-                return wide
-        self.served = "stock"
-        return rows.to(dtype)
-
-    def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
-        """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
-        is_ours = not args and not kwargs and self.facts is not None and self.runtime.asked != "stock"
-        if is_ours and self._is_one_rank():
-            try:
-                why = self.runtime.write_refusal(self.state, pool, self.facts)
-                if why is None and write.write(pool, layer, loc, nope, rope):
-                    self._wrote("one launch")
-                    return
-            except Exception as e:
-                self.state.write_refusal[id(pool)] = _one_line(e)
-                self.runtime.say(
-                    f"the one-launch KV write failed ({_one_line(e)}); stock's is used from now on"
-                )
-        self._wrote("stock")
-        pool.set_mla_kv_buffer(layer, loc, nope, rope, *args, **kwargs)
-
-    def leave(self) -> None:
-        """Put back what the strategy swapped; safe to repeat."""
-        if self.call is not None:
-            while self.call.undo:
-                self.call.undo.pop()()
-
-    def count(self) -> None:
-        if self.served is None:
-            return
-        self.runtime.counters.call(
-            self.site.name,
-            self.served,
-            slots=self.slots,
-            row_bytes=self.row_bytes,
-            tokens=_tokens(self.forward_batch),
-            graph=self.graph,
-        )
-
-    def fell_back(self, reason: str) -> None:
-        self.served = "stock"
-        self.runtime.counters.fallback(reason, graph=self.graph)
-
-    def _give_up(self, error: Exception) -> None:
-        self.leave()
-        self.call = None
-        if isinstance(error, torch.OutOfMemoryError):
-            self.fell_back("out of memory for scratch")
-        else:
-            self.fell_back(f"{self.strategy_name} failed")
-        self.runtime.broke(self.strategy_name, error)
-
-    def _is_one_rank(self) -> bool:
-        return _outside(self.state, self.backend) is None
-
-    def _wrote(self, how: str) -> None:
-        if self.graph is None:
-            self.runtime.counters.writes[how] += 1
-
-
-def _a_layer(pool: Any) -> torch.Tensor:
-    """One layer's raw buffer, without `get_key_buffer`, which may wait for a transfer."""
-    inner = getattr(pool, "full_kv_pool", pool)
-    return inner.kv_buffer[0]
-
-
 def _kinds(backend: Any) -> list[str]:
     """The kinds of calls that come to a site: FlashMLA, TRTLLM-MLA and Cutlass decode with kernels of their
     own.
@@ -502,31 +327,6 @@ def _is_ours(method: Any) -> bool:
     return hasattr(method, "__wrapped__")
 
 
-def _has_metadata(backend: Any, site: Site) -> bool:
-    """Extend's ragged path reads no pool and has nothing planned: the cast is not asked for, so nothing to
-    do.
-    """
-    metadata = backend.forward_metadata
-    if metadata is None:
-        return False
-    return not (site.family == "flashinfer_mla" and site.kind == "extend" and metadata.use_ragged)
-
-
-def _outside(state: BackendState, backend: Any) -> str | None:
-    """What the whole server does that leaves every call to stock."""
-    args = state.server_args
-    if (getattr(args, "dcp_size", 1) or 1) > 1:
-        return "decode context parallelism"
-    if not state.graphs and _overlaps_plans():
-        # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
-        return "plans on a stream of their own, graphs off"
-    return None
-
-
-def _overlaps_plans() -> bool:
-    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
-
-
 def _heads(config: Any, server_args: Any) -> int | None:
     """Query heads of this rank, as attention will see them; a call says for certain."""
     every = getattr(config, "num_attention_heads", None)
@@ -538,12 +338,6 @@ def _heads(config: Any, server_args: Any) -> int | None:
     return max(every // max(tp, 1), 1)
 
 
-def _tokens(forward_batch: Any) -> int | None:
-    """Cached tokens of the batch, if the host knows."""
-    total = getattr(forward_batch, "seq_lens_sum", None)
-    return int(total) if isinstance(total, int) else None
-
-
 def _server(model_runner: Any) -> dict[str, Any]:
     """Which server and rank this process serves."""
     args = getattr(model_runner, "server_args", None)
@@ -551,8 +345,3 @@ def _server(model_runner: Any) -> dict[str, Any]:
     for name in ("tp_rank", "pp_rank", "dp_rank", "gpu_id"):
         found[name] = getattr(model_runner, name, None)
     return {k: v for k, v in found.items() if isinstance(v, int | str)}
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

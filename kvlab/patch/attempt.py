@@ -1,0 +1,224 @@
+"""One call of a site: what it reads, which strategy has it, and what became of that."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
+from kvlab.patch import write
+from kvlab.patch.policy import Facts
+from kvlab.patch.reads import ADAPTERS, Stock
+from kvlab.patch.sites import Site
+from kvlab.patch.strategies import Call, TakeOver
+
+if TYPE_CHECKING:
+    from kvlab.patch.runtime import BackendState, Runtime
+
+
+class Attempt:
+    """One call: what it reads, which strategy has it, and what became of that."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: BackendState,
+        site: Site,
+        backend: Any,
+        layer: Any,
+        forward_batch: Any,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        graph: Any,
+        is_capturing: bool,
+    ) -> None:
+        self.runtime, self.state, self.site, self.backend = runtime, state, site, backend
+        self.layer, self.forward_batch, self.q, self.q_rope = layer, forward_batch, q, q_rope
+        self.graph, self.is_capturing = graph, is_capturing
+        self.call: Call | None = None
+        self.strategy_name = "stock"
+        self.served: str | None = None
+        self.slots = self.row_bytes = 0
+        self.facts: Facts | None = None
+
+    def enter(self, pool: Any) -> None:
+        """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
+        try:
+            self._enter(pool)
+        except Exception as e:
+            self._give_up(e)
+
+    def _enter(self, pool: Any) -> None:
+        state, site, layer = self.state, self.site, self.layer
+        rows = a_layer(pool)
+        if rows.shape[-1] != layer.head_dim or self.q.dtype not in WIDE_DTYPES:
+            self.fell_back(f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries")
+            return
+        self.facts = Facts(
+            kind=site.kind,
+            device=rows.device,
+            slots=rows.shape[0],
+            width=rows.shape[-1],
+            fp8=pool.dtype,
+            q_dtype=self.q.dtype,
+            heads=layer.tp_q_head_num,
+            rank=layer.v_head_dim,
+            page_size=self.backend.page_size if site.family == "fa3" else 1,
+            family=site.family,
+        )
+        reason = _outside(state, self.backend)
+        if reason is not None:
+            self.fell_back(reason)
+            return
+        self.strategy_name = self.runtime.choice(state, self.facts).strategy
+        if self.strategy_name == "stock":
+            return
+        adapter = ADAPTERS[site.family]
+        if not _has_metadata(self.backend, site):
+            return
+        reads = adapter.reads(self.backend, site.kind, layer, self.forward_batch)
+        if isinstance(reads, Stock):
+            self.fell_back(reads.reason)
+            return
+        self.call = Call(
+            site=site.name,
+            kind=site.kind,
+            adapter=adapter,
+            backend=self.backend,
+            layer=layer,
+            forward_batch=self.forward_batch,
+            q=self.q,
+            q_rope=self.q_rope,
+            reads=reads,
+            facts=self.facts,
+            scratch=self.runtime.scratch,
+            lane=self.runtime.lane(state, site.kind),
+            lasts=state.graphs or self.is_capturing,
+            is_capturing=self.is_capturing,
+            generation=state.generation,
+        )
+        self.runtime.strategies[self.strategy_name].enter(self.call)
+
+    def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What SGLang's method gets for `rows.to(dtype)`."""
+        self.slots, self.row_bytes = rows.shape[0], rows.shape[-1]
+        if rows.dtype not in FP8_DTYPES:
+            self.call = None
+            self.served = None
+            return rows.to(dtype)
+        if self.call is not None and (self.facts is None or rows.shape[0] != self.facts.slots):
+            self.leave()
+            self.call = None
+            self.fell_back("a buffer that is not the pool's layer")
+        if self.call is not None:
+            try:
+                wide = self.runtime.strategies[self.strategy_name].cast(self.call, rows, dtype)
+            except Exception as e:
+                self._give_up(e)
+            except TakeOver:
+                self.served = self.strategy_name
+                raise
+            else:
+                self.served = self.strategy_name
+                return wide
+        self.served = "stock"
+        return rows.to(dtype)
+
+    def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
+        """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
+        is_ours = not args and not kwargs and self.facts is not None and self.runtime.asked != "stock"
+        if is_ours and self._is_one_rank():
+            try:
+                why = self.runtime.write_refusal(self.state, pool, self.facts)
+                if why is None and write.write(pool, layer, loc, nope, rope):
+                    self._wrote("one launch")
+                    return
+            except Exception as e:
+                self.state.write_refusal[id(pool)] = one_line(e)
+                self.runtime.say(
+                    f"the one-launch KV write failed ({one_line(e)}); stock's is used from now on"
+                )
+        self._wrote("stock")
+        pool.set_mla_kv_buffer(layer, loc, nope, rope, *args, **kwargs)
+
+    def leave(self) -> None:
+        """Put back what the strategy swapped; safe to repeat."""
+        if self.call is not None:
+            while self.call.undo:
+                self.call.undo.pop()()
+
+    def count(self) -> None:
+        if self.served is None:
+            return
+        self.runtime.counters.call(
+            self.site.name,
+            self.served,
+            slots=self.slots,
+            row_bytes=self.row_bytes,
+            tokens=_tokens(self.forward_batch),
+            graph=self.graph,
+        )
+
+    def fell_back(self, reason: str) -> None:
+        self.served = "stock"
+        self.runtime.counters.fallback(reason, graph=self.graph)
+
+    def _give_up(self, error: Exception) -> None:
+        self.leave()
+        self.call = None
+        if isinstance(error, torch.OutOfMemoryError):
+            self.fell_back("out of memory for scratch")
+        else:
+            self.fell_back(f"{self.strategy_name} failed")
+        self.runtime.broke(self.strategy_name, error)
+
+    def _is_one_rank(self) -> bool:
+        return _outside(self.state, self.backend) is None
+
+    def _wrote(self, how: str) -> None:
+        if self.graph is None:
+            self.runtime.counters.writes[how] += 1
+
+
+def _has_metadata(backend: Any, site: Site) -> bool:
+    """Extend's ragged path reads no pool and has nothing planned: the cast is not asked for, so nothing to
+    do.
+    """
+    metadata = backend.forward_metadata
+    if metadata is None:
+        return False
+    return not (site.family == "flashinfer_mla" and site.kind == "extend" and metadata.use_ragged)
+
+
+def _outside(state: BackendState, backend: Any) -> str | None:
+    """What the whole server does that leaves every call to stock."""
+    args = state.server_args
+    if (getattr(args, "dcp_size", 1) or 1) > 1:
+        return "decode context parallelism"
+    if not state.graphs and _overlaps_plans():
+        # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
+        return "plans on a stream of their own, graphs off"
+    return None
+
+
+def _overlaps_plans() -> bool:
+    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
+
+
+def _tokens(forward_batch: Any) -> int | None:
+    """Cached tokens of the batch, if the host knows."""
+    total = getattr(forward_batch, "seq_lens_sum", None)
+    return int(total) if isinstance(total, int) else None
+
+
+def a_layer(pool: Any) -> torch.Tensor:
+    """One layer's raw buffer, without `get_key_buffer`, which may wait for a transfer."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    return inner.kv_buffer[0]
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
