@@ -7,8 +7,8 @@
 """
 
 from kvlab.suspects.analysis import SLACK, THRESHOLD, Analysis, Suspect, analyse
-from kvlab.suspects.bounds import Bound, Case, bounds
-from kvlab.suspects.cases import case, is_source_text, recorded_rank, source_text
+from kvlab.suspects.bounds import Bound, Case
+from kvlab.suspects.cases import case, is_source_text, recorded_factors, recorded_rank, source_text
 
 __all__ = [
     "SLACK",
@@ -18,9 +18,9 @@ __all__ = [
     "Case",
     "Suspect",
     "analyse",
-    "bounds",
     "case",
     "is_source_text",
+    "recorded_factors",
     "recorded_rank",
     "source_text",
 ]

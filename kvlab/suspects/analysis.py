@@ -27,8 +27,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     """One suspect. Milliseconds are a step's, of one rank.
 
-    `most_ms` is what it is taken to cost at most, by the rule. `excess_ms` is that less the bound, `share` the
-    excess over the gap, and `factor_to_matter` how many times its bound it would have to cost to be worth
+    `most_ms` is what it is taken to cost at most, by the rule. `excess_ms` is that less the bound, `share`
+    the excess over the gap, and `factor_to_matter` how many times its bound it would have to cost to be worth
     looking at. None where the step is not known.
     """
 
@@ -102,8 +102,8 @@ def rule(slack: float, threshold: float) -> str:
     """The verdict's rule in words."""
     return (
         f"ruled out: what it costs beyond its bound is under {threshold:.0%} of the gap; what it costs is "
-        f"what was measured in this step; without that the largest of {slack:g} times its bound, as many times "
-        "its bound as in the recorded H200 step, and what was measured or reported of it on such a card"
+        f"what was measured in this step; without that the largest of {slack:g} times its bound, as many "
+        "times its bound as in the recorded H200 step, and what was measured or reported of it on such a card"
     )
 
 

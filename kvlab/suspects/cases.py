@@ -2,6 +2,7 @@
 
 import functools
 import math
+from pathlib import Path
 
 import msgspec
 
@@ -9,7 +10,7 @@ from kvlab import data, dummy, gpus, models
 from kvlab.errors import BadInput
 from kvlab.suspects.analysis import SLACK, THRESHOLD, Analysis, Measured, analyse
 from kvlab.suspects.bounds import SUSPECTS, Case, all_reduces, bounds, message_bytes, peak
-from kvlab.suspects.recorded import Step, h200_step, host_ms, newest_run, reported_us
+from kvlab.suspects.recorded import Step, h200_step, h200_trace, host_ms, newest_run, reported_us, traced
 from kvlab.suspects.results import LiveRun, reduce_us, step_ms
 from kvlab.weights import FORMATS
 
@@ -193,9 +194,20 @@ def recorded_factors() -> dict[str, float]:
     }
 
 
-def source_text(*, slack: float = SLACK, threshold: float = THRESHOLD) -> Analysis:
-    """The step that the source text reports: GLM-5-NVFP4, TP 8, eight RTX PRO 6000."""
-    return analyse_case(*case(), slack=slack, threshold=threshold)
+def source_text(
+    *,
+    step_ms: float | None = None,
+    cast_ms: float | None = None,
+    trace: Path | None = None,
+    slack: float = SLACK,
+    threshold: float = THRESHOLD,
+) -> Analysis:
+    """The step that the source text reports: GLM-5-NVFP4, TP 8, eight RTX PRO 6000.
+
+    `step_ms` and `cast_ms` are the text's by default, `trace` (for launches) the recorded H200 step's.
+    """
+    one, assumed = case(step=traced(trace) if trace else None)
+    return analyse_case(one, assumed, step_ms=step_ms, cast_ms=cast_ms, slack=slack, threshold=threshold)
 
 
 def analyse_case(
@@ -203,6 +215,7 @@ def analyse_case(
     assumed: list[str],
     *,
     step_ms: float | None = None,
+    cast_ms: float | None = None,
     step: Step | None = None,
     slack: float = SLACK,
     threshold: float = THRESHOLD,
@@ -210,6 +223,8 @@ def analyse_case(
     """An analysis with all that is known of the case: `step` traces this very step, `step_ms` is its time."""
     measured: dict[str, Measured] = {}
     said = "given" if step_ms is not None else None
+    if cast_ms is not None:
+        measured = {"cast": Measured(ms=cast_ms, source="given")}
     if step is not None:
         measured = {n: Measured(ms=s.ms, source=step.source) for n, s in step.shares.items()}
         step_ms, said = (step.ms, step.source) if step_ms is None else (step_ms, said)
@@ -231,9 +246,14 @@ def analyse_case(
     )
 
 
-def recorded_rank(*, slack: float = SLACK, threshold: float = THRESHOLD) -> Analysis:
-    """The recorded H200 step: one rank of GLM-5 at TP 8, alone, with 32 of its experts and BF16 weights."""
-    step = h200_step()
+def recorded_rank(
+    *, trace: Path | None = None, slack: float = SLACK, threshold: float = THRESHOLD
+) -> Analysis:
+    """The recorded H200 step: one rank of GLM-5 at TP 8, alone, with 32 of its experts and BF16 weights.
+
+    `trace` is another trace of such a rank.
+    """
+    step = traced(trace or h200_trace())
     config = dummy.rank_config(models.load(MODEL), tp=TP, experts=32)
     shape = models.from_config(config, name=str(config["kvlab_rank_of"]))
     one, assumed = case(tp=1, gpu="h200", mlp="bf16", other="bf16", step=step)

@@ -90,10 +90,20 @@ def by_suspect(found: Report) -> Step:
     )
 
 
+def h200_trace() -> Path:
+    """The recorded H200 step's trace."""
+    return data.recorded("h200-stock") / "decode.trace.json.gz"
+
+
 @functools.cache
+def traced(path: Path) -> Step:
+    """The steps of a trace by suspect. Raises BadInput for what is no trace of decode steps."""
+    return by_suspect(report(read(path)))
+
+
 def h200_step() -> Step:
-    """The recorded H200 step (data/recorded/h200-stock)."""
-    return by_suspect(report(read(data.recorded("h200-stock") / "decode.trace.json.gz")))
+    """The recorded H200 step."""
+    return traced(h200_trace())
 
 
 def host_ms() -> float:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from kvlab import backends, data, gpus, memory, models, pool
+from kvlab import backends, data, gpus, memory, models, pool, suspects
 from kvlab import trace as kt
 from kvlab.backends.reproduce import Raised
 from kvlab.backends.rules import load as load_rules
@@ -55,11 +55,27 @@ def test_theoretical_maximum():
     assert round(ceiling, 2) == 3.08
     control = recorded_steps.step(README, "control_bf16")
     assert recorded_steps.step(README, "stock") / control > 6
-    # The floor by bytes is far below both.
+    floor = suspects.source_text().floor_ms
+    assert 8 < STEP_MS / floor < 13
+    # The floor by bytes alone is far below both.
     read = weights(GLM5).rank_bytes(tp=8, mlp="nvfp4", other="bf16")
     floor_ms = 1e3 * read / gpus.lookup("rtx-pro-6000").bandwidth
     assert STEP_MS / floor_ms > 20 > ceiling
     assert CLAIMS["theoretical_maximum"].verdict == "confirmed"
+
+
+def test_suspects():
+    said, rank = suspects.source_text(), suspects.recorded_rank()
+    assert said.step_ms == STEP_MS
+    for name in ("gemm", "experts", "routing", "communication"):
+        assert said.suspect(name).share < said.threshold, name
+        assert rank.suspect(name).share < 0.05, name
+    assert said.left_standing == rank.left_standing == ["cast"]
+    # Minor beside the cast; of what is left without it, no longer.
+    assert said.after["communication"] == "worth looking at"
+    # The text's own two times bound them all together.
+    assert (STEP_MS - CAST_MS) / STEP_MS < 0.33
+    assert CLAIMS["suspects"].verdict == "confirmed"
 
 
 def test_share():

@@ -1,4 +1,4 @@
-"""The gap analysis: bounds by hand, the verdict's rule, the recorded step, odd input, and the live timings."""
+"""The gap analysis: bounds by hand, the verdict's rule, the recorded step, odd input, live timings."""
 
 import json
 import math
