@@ -265,3 +265,21 @@ def test_importing_the_patch_brings_torch_and_nothing_heavier():
     assert heavy == "[]"
     # The budget is 50 ms; a loaded machine may not make this red, a heavy import must.
     assert float(seconds) < 0.25
+
+
+def test_the_write_kernel_compiles_for_every_chip():
+    from kvlab.kernels.aot import Spec, report
+
+    pointers = {"out": "*u8", "loc": "*i64", "nope": "*bf16", "rope": "*bf16"}
+    strides = dict.fromkeys(("out_stride", "nope_stride", "rope_stride"), "i32")
+    codes = {"OVER": 0x7E, "INF": 0x7E, "NAN": 0x7F, "NEGATIVE_NAN": 0xFF}
+    spec = Spec(
+        name="kv_write",
+        kernel="kvlab.kernels.kv_write:_write",
+        signature=pointers | strides,
+        constexprs={"NOPE": 512, "ROPE": 64, "BLOCK": 1024, "E5M2": False, **codes},
+        divisible=[*pointers, *strides],
+    )
+    found = report([spec], (80, 89, 90, 100, 120))
+    assert [r.exceeds() for r in found] == [[]] * 5
+    assert [r.spill_stores for r in found] == [0] * 5
