@@ -122,7 +122,11 @@ def test_the_source_text_and_the_recorded_rank_leave_the_cast_standing():
         assert found.explained_ms + found.unexplained_ms == pytest.approx(found.step_ms)
         assert found.unexplained_ms > 0.75 * found.suspect("cast").measured_ms
         for one in found.suspects:
-            assert one.most_ms >= one.bound_ms - 0.01, one.name
+            assert one.most_ms >= one.bound_ms, one.name
+    # Nothing bounds the gaps between kernels: they are granted what they took on record, times the slack.
+    gaps = s.source_text().suspect("launches")
+    assert gaps.bound_ms == 0
+    assert gaps.most_ms == pytest.approx(s.SLACK * gaps.bound.launches * recorded.h200_step().gap_us / 1e3)
     rank = s.recorded_rank()
     assert rank.step_ms == pytest.approx(77.48, abs=0.01)
     for name in ("gemm", "experts", "routing", "attention", "elementwise"):
@@ -180,7 +184,7 @@ def test_a_part_that_overran_its_bound_on_record_is_granted_as_much():
 
 def test_without_cuda_graphs_the_host_is_worth_looking_at():
     found = analyse_case(*s.case(cuda_graphs=False))
-    assert found.suspect("launches").bound.by == "host"
+    assert found.suspect("launches").bound.by == "the host"
     assert found.suspect("launches").verdict == "worth looking at"
 
 
