@@ -46,7 +46,7 @@
     body.textContent = '';
     rows.slice(0, limit).forEach(draw);
     table.className = [1, 2, 3].filter(function (k) { return at[k - 1] >= 0; }).map(function (k) { return 'kvlab-set-' + k; }).join(' ');
-    count.textContent = rows.length + ' answers' + (rows.length > limit ? ', the first ' + limit + ' shown' : '');
+    count.textContent = rows.length.toLocaleString('en') + ' answers' + (rows.length > limit ? ', the first ' + limit + ' shown' : '');
     advise(at[0], at[1], at[2]);
   }
   form.addEventListener('change', show);

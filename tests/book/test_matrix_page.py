@@ -51,7 +51,9 @@ def test_filters_narrow_widen_and_count(page):
     for label in ("Model", "Card", "SGLang", "Answer"):
         choice(page, label).select_option("")
     assert (
-        page.locator(".kvlab-matrix-count").inner_text().startswith(f"{len(MATRIX.cells)} answers, the first")
+        page.locator(".kvlab-matrix-count")
+        .inner_text()
+        .startswith(f"{len(MATRIX.cells):,} answers, the first")
     )
     assert page.locator(".kvlab-advice").is_hidden()
     # A column whose filter is set says nothing new.
