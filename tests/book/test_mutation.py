@@ -115,7 +115,7 @@ def problems(old, new):
                 # Two digits meet by chance.
                 moved.add(digits(shown))
     for anchor, title, shown in again:
-        # The source text, or arithmetic on it, may give the same figure (SGLang's log does); a parameter may not.
+        # The source text, or arithmetic on it, may give the same figure (SGLang's log does); not a parameter.
         if digits(shown) in moved and "claims.yml" not in title and not rests_on_a_recording(title):
             found.append(f"{anchor} is a copy: {shown}")
     plain = [
