@@ -53,7 +53,8 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
 
     `explained_ms` is the most that all suspects but the cast cost together; `unexplained_ms` what the step
     still has beyond that. `full_cast_ms` is a cast of the whole pool in every layer at the card's bandwidth.
-    `after` has the verdicts once the cast is gone: against the gap that is left then.
+    `after` has the verdicts once the cast is gone, against the gap that is left then; unknown where nobody
+    measured the cast.
     """
 
     case: str
@@ -145,6 +146,8 @@ def analyse(
         most, source = _most(
             name, bound, inside, other, times=max(slack, (factors or {}).get(name, slack)), whole=whole
         )
+        if gap is not None and inside is None and most > bound.ms + gap:
+            most, source = bound.ms + gap, f"{source}, cut to the gap"
         excess = max(most - bound.ms, 0.0)
         found.append(
             Suspect(
@@ -166,7 +169,7 @@ def analyse(
         )
     explained = sum(s.most_ms for s in found if s.name != "cast")
     cast = next(s for s in found if s.name == "cast")
-    after_gap = None if gap is None else max(gap - cast.excess_ms, 0.0)
+    after_gap = max(gap - cast.excess_ms, 0.0) if gap is not None and cast.measured_ms is not None else None
     return Analysis(
         case=case.name,
         model=case.geometry.name,

@@ -194,6 +194,12 @@ def recorded_factors() -> dict[str, float]:
     }
 
 
+def _factors(one: Case) -> dict[str, float]:
+    """The recorded factors of the suspects that the same thing binds here; bytes are no chain of launches."""
+    rank, here = recorded_rank(), bounds(one)
+    return {n: f for n, f in recorded_factors().items() if rank.suspect(n).bound.by == here[n].by}
+
+
 def source_text(
     *,
     step_ms: float | None = None,
@@ -238,7 +244,7 @@ def analyse_case(
         step_from=said,
         measured=measured,
         elsewhere=elsewhere(one) if step is None else {},
-        factors=recorded_factors() if step is None else None,
+        factors=_factors(one) if step is None else None,
         slack=slack,
         threshold=threshold,
         assumptions=assumed,

@@ -182,6 +182,21 @@ def test_a_part_that_overran_its_bound_on_record_is_granted_as_much():
     assert found.most_ms / found.bound_ms == pytest.approx(seen.measured_ms / seen.bound_ms)
 
 
+def test_a_factor_of_launches_is_not_granted_to_bytes():
+    found = analyse_case(*s.case(batch=64, context=4096), step_ms=500).suspect("attention")
+    assert found.bound.by == "bytes"
+    assert found.most_ms == pytest.approx(s.SLACK * found.bound_ms)
+
+
+def test_nobody_is_granted_more_than_the_gap():
+    found = analyse_case(*s.case(batch=64, context=4096), step_ms=100)
+    assert max(x.share for x in found.suspects) == pytest.approx(1)
+    assert found.unexplained_ms == 0
+    # Nobody measured the cast of that step, so nothing is said about the step without it.
+    assert found.after_gap_ms is None
+    assert set(found.after.values()) == {"unknown"}
+
+
 def test_without_cuda_graphs_the_host_is_worth_looking_at():
     found = analyse_case(*s.case(cuda_graphs=False))
     assert found.suspect("launches").bound.by == "the host"
