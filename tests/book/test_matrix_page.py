@@ -56,6 +56,11 @@ def test_filters_narrow_widen_and_count(page):
         .startswith(f"{len(MATRIX.cells):,} answers, the first")
     )
     assert page.locator(".kvlab-advice").is_hidden()
+    # All six columns find room beside each other.
+    assert page.evaluate(
+        "document.querySelector('.kvlab-matrix table').scrollWidth"
+        " <= document.querySelector('.kvlab-matrix').clientWidth"
+    )
     # A column whose filter is set says nothing new.
     assert page.locator(".kvlab-matrix th").first.is_visible()
     choice(page, "Model").select_option("kimi-k2")
