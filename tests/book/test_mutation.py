@@ -18,14 +18,18 @@ NUMBER = re.compile(
 
 
 def scaled(x, at=(0,)):
-    """Every recorded float by a factor of its own, so that ratios move too; integers are shapes and keys."""
+    """Every recorded float by a factor of its own, so that ratios move too; integers are shapes and keys.
+
+    Whole nanoseconds are times all the same: what stands under a key that ends in _ns is scaled as well.
+    """
     if isinstance(x, dict):
         return {k: scaled(v, (*at, k)) for k, v in x.items()}
     if isinstance(x, list):
         return [scaled(v, (*at, i)) for i, v in enumerate(x)]
-    if isinstance(x, float):
-        return x * (1.25 + sum(map(ord, "/".join(map(str, at)))) % 97 / 300)
-    return x
+    factor = 1.25 + sum(map(ord, "/".join(map(str, at)))) % 97 / 300
+    if type(x) is int and any(str(key).endswith("_ns") for key in at):
+        return round(x * factor)
+    return x * factor if isinstance(x, float) else x
 
 
 def scaled_trace(trace):
