@@ -80,9 +80,11 @@ class Backend:
 
     def forward_decode(self, q, k, v, layer, forward_batch):
         wide = self.token_to_kv_pool.get_key_buffer(layer.layer_id).to(q.dtype)
-        position = torch.arange(self.table.shape[1], device="cuda")
-        rows = wide[self.table.long(), 0].float()
-        return torch.where(position[None, :, None] < self.lengths[:, None, None], rows, 0).sum(1)
+        # The metadata's table, which a strategy may have swapped; past a length it may hold anything.
+        table = self.forward_metadata.page_table
+        is_active = torch.arange(table.shape[1], device="cuda")[None] < self.lengths[:, None]
+        rows = wide[torch.where(is_active, table, 0).long(), 0].float()
+        return torch.where(is_active[..., None], rows, 0).sum(1)
 
     def read(self, lengths):
         slots = self.token_to_kv_pool.kv_buffer[0].shape[0]
