@@ -36,27 +36,12 @@ def pages(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api")
-    import shutil
-
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with api.sync_playwright() as p:
-        try:
-            made = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        except api.Error as e:
-            pytest.skip(f"no Chromium: {str(e).splitlines()[0]}")
-        yield made
-        made.close()
-
-
 @pytest.fixture
-def open_page(browser, pages):
+def open_page(chromium, pages):
     contexts = []
 
     def show(name, scheme="light"):
-        context = browser.new_context(
+        context = chromium.new_context(
             offline=True, color_scheme=scheme, viewport={"width": 1150, "height": 900}
         )
         contexts.append(context)
