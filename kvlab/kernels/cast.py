@@ -10,7 +10,6 @@ equal `kvlab.kernels.reference`, and `tensor.to()` on the device bit for bit.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -19,6 +18,7 @@ import triton.language as tl
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
+from kvlab.kernels.chip import chip
 from kvlab.kernels.slot_map import (
     MapWorkspace,
     SlotMap,
@@ -56,22 +56,13 @@ class Tuning:
     native: bool
 
 
-@lru_cache
-def _chip(device: torch.device) -> tuple[int, int]:
-    """(compute capability, SMs); (0, 2) stands for the interpreter on a CPU."""
-    if device.type != "cuda":
-        return 0, 2
-    p = torch.cuda.get_device_properties(device)
-    return 10 * p.major + p.minor, p.multi_processor_count
-
-
 def tuning(device: torch.device, *, paged: bool) -> Tuning:
     """The cut that sweeps on an H200 found best (data/recorded/h200-cast); small in the interpreter.
 
     The grid is what fits an SM at once: with one program more, the last ones run alone. A page table's
     arithmetic takes registers, so it gets narrower tiles.
     """
-    capability, _ = _chip(device)
+    capability, _ = chip(device)
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
     lanes, grid = (256, 4) if paged else (512, 3)
@@ -348,7 +339,7 @@ def _launch(
         table, bounds, batch, limit = active.table, active.bounds, active.batch, active.table.numel()
     if paged and not batch:
         return
-    _cast[(cut.grid * _chip(source.device)[1],)](
+    _cast[(cut.grid * chip(source.device)[1],)](
         source if cut.native else source.view(torch.uint8),
         target,
         table,

@@ -9,7 +9,6 @@ CUDA graph serves every length.
 import logging
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -17,6 +16,7 @@ import triton
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
+from kvlab.kernels.chip import chip
 from kvlab.kernels.mla_triton import RECORD, decode_kernel, merge_kernel
 
 BACKENDS = ("auto", "triton", "cuda")
@@ -51,15 +51,6 @@ class Tuning:
     min_tiles: int
     method: str
     pdl: bool = False
-
-
-@lru_cache
-def _chip(device: torch.device) -> tuple[int, int]:
-    """(compute capability, SMs); (0, 2) stands for the interpreter on a CPU."""
-    if device.type != "cuda":
-        return 0, 2
-    p = torch.cuda.get_device_properties(device)
-    return 10 * p.major + p.minor, p.multi_processor_count
 
 
 def tuning(capability: int, columns: int, batch: int) -> Tuning:
@@ -205,7 +196,7 @@ def workspace_bytes(
     tune: Tuning | None = None,
 ) -> int:
     """Bytes of scratch for `tokens` query tokens of `batch` requests (None: one each) on `device`."""
-    capability, sms = _chip(device)
+    capability, sms = chip(device)
     columns = _columns(tokens, heads, batch or tokens)
     tune = tune or tuning(capability, columns, batch or tokens)
     need = sum(_sections(tokens, heads, kv_lora_rank, sms, tune))
@@ -236,8 +227,8 @@ def why_not_cuda(
     """Why backend "auto" would leave this call to Triton; None where the CUDA kernels take it."""
     if not _is_cuda(rows.device):
         return f"rows are on {rows.device}"
-    if _chip(rows.device)[0] != 90:
-        return f"the CUDA kernels are for SM90, this is SM{_chip(rows.device)[0]}"
+    if chip(rows.device)[0] != 90:
+        return f"the CUDA kernels are for SM90, this is SM{chip(rows.device)[0]}"
     if rows.device in _cuda_failed:
         return _cuda_failed[rows.device]
     from kvlab.kernels import hopper
@@ -340,7 +331,7 @@ def _launch(
     """Two kernels: shares of the batch's tiles, then the merge of what was cut."""
     device = pool.device
     tokens, heads, rank = q_nope.shape
-    capability, sms = _chip(device)
+    capability, sms = chip(device)
     tune = tune or tuning(capability, _columns(tokens, heads, active.batch), active.batch)
     sections = _sections(tokens, heads, rank, sms, tune)
     if workspace is None:

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
 # Probabilities are carried times 2^15: FP16 then drops only what is below 2^-39 of the largest.
 _P_EXP = tl.constexpr(15.0)
 # A loss of this much in a base-2 logit is far below the rounding of a probability to BF16 (2^-9).

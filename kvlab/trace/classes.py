@@ -50,9 +50,6 @@ def classify(name: str) -> Kind:
     return Kind(OTHER, "no rule", False)
 
 
-_FUNCTOR = re.compile(r"([a-z0-9_]+_kernel_cuda|CUDAFunctor\w+<[\w:]+>|\w+Functor<[\w:, ]+>|ArgMaxOps)")
-
-
 def short(name: str) -> str:
     """A kernel's name as people say it: without return type, namespaces and arguments."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")

@@ -89,12 +89,6 @@ ASSUMES = (
 )
 
 
-_HOST_BOUND = (
-    "the host's launches, as slow as the profiler made them: without the casts the host is the slower side; "
-    "assumes that nothing takes the casts' place"
-)
-
-
 def report(
     trace: Trace,
     rank: str | None = None,

@@ -375,7 +375,7 @@ def test_triton_takes_over_where_the_cuda_kernels_do_not_compile(device, monkeyp
 
     monkeypatch.setattr(hopper, "mla_decode", fail)
     monkeypatch.setattr(decode, "_cuda_failed", {})
-    monkeypatch.setattr(decode, "_chip", lambda _: (90, 2))
+    monkeypatch.setattr(decode, "chip", lambda _: (90, 2))
     monkeypatch.setattr(hopper, "supports", lambda *_: None)
     monkeypatch.setattr(decode, "_is_cuda", lambda _: True)
     with pytest.raises(nvrtc.CompileError):
