@@ -104,6 +104,7 @@ class Events:
             self.notes.append(
                 "the file is cut off: its traceEvents array has no end"
                 + (f", {len(self.left)} bytes of an unfinished event left out" if self.left else "")
+                + "; what is missing is in no time or count, so steps may look too short"
             )
         if self.skipped:
             self.notes.append(f"{self.skipped} malformed events left out")
