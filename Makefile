@@ -26,7 +26,7 @@ book: env ## the chapters, executed on this host, rendered into _build/html
 	$(BIN)/python -m kvlab book build
 
 test: env ## everything that needs neither a GPU nor SGLang
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not gpu and not sglang' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not sglang' $(PYTEST_ARGS)
 
 # The real SGLang on CPU, each release in an environment of its own (tests/sglang/requirements), and the source of
 # all the others. Safe to run with -j.

@@ -25,13 +25,6 @@ ARGS = [
 ]
 
 
-def pytest_collection_modifyitems(items):
-    """One worker has the book and its browser: the built pages are the session's."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("book"))
-
-
 def kvlab(*args, cwd=ROOT, **env):
     """`python -m kvlab …` as a reader would run it."""
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KVLAB_DATA")}
