@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def write(self, folder):
         text = gzip.decompress(REAL.read_bytes())
-        place = b'"name": "/root/env/lib/python3.12/site-packages/sglang/srt'
+        place = b'"name": "/home/me/env/lib/python3.12/site-packages/sglang/srt'
         text = text.replace(b'"name": "sglang/srt', place)
         text = text.replace(b'"threading.py(', b'"/usr/lib/python3.12/threading.py(', 1)
         for rank in range(self.server.ranks):
@@ -148,7 +148,7 @@ def test_from_a_server(server, kvlab, tmp_path):
     assert kept["files"] == names
     assert kept["provenance"]["date"]
     text = gzip.decompress((out / names[0]).read_bytes())
-    assert b"/root/" not in text
+    assert b"/home/me/" not in text
     assert b"/usr/" not in text
     assert text == gzip.decompress(REAL.read_bytes())
     assert "KVLAB_PATCH=off" in (out / "README.md").read_text()
