@@ -2,7 +2,7 @@
 
 `python -m kvlab.backends.served --out FILE` starts the installed SGLang's one-batch benchmark once a
 backend, on dummy ranks, and writes what it did beside what the answer says. A refusal must be the one that
-the answer quotes.
+the answer quotes. `--merge FILE…` joins the records of several runs of one host into one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +27,7 @@ from kvlab import data
 from kvlab.backends.case import Verdict
 from kvlab.errors import BadInput
 
+_LOG_BYTES = 200_000
 _RUNNERS = ("sglang.benchmark.one_batch", "sglang.bench_one_batch")
 _ERROR = re.compile(r"^(?:\S+\.)?(\w*(?:Error|Exception|Interrupt))(?:: (.*))?$", re.MULTILINE)
 
@@ -83,8 +87,21 @@ def _keys(verdict: Verdict) -> list[str]:
     return [k[:80] for k in keys if len(k) > 20]
 
 
-def run(models: list[str], *, layers: int, timeout: float, only: list[str] | None = None) -> list[Outcome]:
-    """Serve a batch with every backend of the installed SGLang on dummy ranks, on a GPU. Raises BadInput."""
+def run(
+    models: list[str],
+    *,
+    layers: int,
+    timeout: float,
+    only: list[str] | None = None,
+    parallel: int = 1,
+    logs: Path | None = None,
+    done: Callable[[list[Outcome]], None] = lambda _: None,
+) -> list[Outcome]:
+    """Serve a batch with every backend of the installed SGLang on dummy ranks, on a GPU. Raises BadInput.
+
+    `parallel` backends at a time: no speed is measured. `logs`: a folder for what each said. `done` is called
+    with all outcomes so far after each.
+    """
     from kvlab import dummy, gpus
     from kvlab import models as shapes
     from kvlab.backends import decide, question
@@ -94,22 +111,33 @@ def run(models: list[str], *, layers: int, timeout: float, only: list[str] | Non
     if runner is None or card is None:
         raise BadInput("kvlab.backends.served: needs an installed SGLang and an NVIDIA card")
     release = metadata.version("sglang")
-    found = []
-    for model in models:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = dummy.write_rank(
-                Path(scratch) / "rank", dummy.rank_config(shapes.load(model), layers=layers)
-            )
+    found: list[Outcome] = []
+    lock = threading.Lock()
+
+    def one(model: str, folder: Path, verdict: Verdict, kv_dtype: str) -> None:
+        code, log = _one_batch(runner, folder, _flags(verdict), timeout)
+        judged = judge(verdict, model=model, gpu=card.name, kv_dtype=kv_dtype, code=code, log=log)
+        if logs is not None:
+            (logs / f"{model}-{judged.backend}.log").write_text(log[-_LOG_BYTES:], encoding="utf-8")
+        with lock:
+            print(f"{model} {judged.backend}: served {judged.served}, agrees {judged.agrees}", flush=True)
+            found.append(judged)
+            done(found)
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(parallel) as pool:
+        started = []
+        for model in models:
+            config = dummy.rank_config(shapes.load(model), layers=layers)
+            folder = dummy.write_rank(Path(scratch) / model, config)
             q = question(str(folder), card.key, release, tp=1)
             for verdict in decide(q):
                 if verdict.reason.startswith("serves ") or "." in verdict.backend:
                     continue
                 if only and verdict.backend not in only:
                     continue
-                code, log = _one_batch(runner, folder, _flags(verdict), timeout)
-                judged = judge(verdict, model=model, gpu=card.name, kv_dtype=q.kv_dtype, code=code, log=log)
-                print(f"{model} {judged.backend}: served {judged.served}, agrees {judged.agrees}", flush=True)
-                found.append(judged)
+                started.append(pool.submit(one, model, folder, verdict, q.kv_dtype))
+        for task in started:
+            task.result()
     return found
 
 
@@ -137,7 +165,7 @@ def _one_batch(runner: str, folder: Path, flags: list[str], timeout: float) -> t
         return 124, said + f"\nTimeoutError: nothing after {timeout:.0f} s"
     log = done.stdout + done.stderr
     # The benchmark's workers may fail while it exits 0: a served batch has a decode line.
-    if done.returncode == 0 and not re.search(r"Decode", log):
+    if done.returncode == 0 and not re.search(r"Decode\. +median latency", log):
         return 1, log
     return done.returncode, log
 
@@ -169,6 +197,26 @@ def of(backend: str, *, sglang: str, gpu: str, kv_dtype: str) -> list[dict[str, 
     ]
 
 
+def merge(files: list[Path]) -> dict[str, Any]:
+    """The records of several runs as one document: a newer outcome of a model and backend stands.
+
+    Raises BadInput where they are of different releases or cards.
+    """
+    documents = sorted(
+        (msgspec.json.decode(f.read_bytes()) for f in files), key=lambda d: d["provenance"]["date"]
+    )
+    outcomes = {(o["model"], o["backend"]): o for d in documents for o in d["outcomes"]}
+    kinds = {(o["sglang"], o["gpu"]) for d in documents for o in d["outcomes"]}
+    if len(kinds) != 1:
+        raise BadInput(f"--merge: of different runs: {', '.join(' on '.join(k) for k in sorted(kinds))}")
+    provenances = [d["provenance"] for d in documents]
+    return {"provenance": provenances[-1], "runs": provenances, "outcomes": list(outcomes.values())}
+
+
+def _write(out: Path, document: dict[str, Any]) -> None:
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     from kvlab import provenance
 
@@ -177,13 +225,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backends", default="", help="only these, by name")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=300, help="seconds a backend")
-    parser.add_argument("--out", required=True, help="served.json of a folder in data/recorded")
+    parser.add_argument("--parallel", type=int, default=1, help="backends at a time on the one card")
+    parser.add_argument("--logs", type=Path, help="a folder for what each run said")
+    parser.add_argument("--merge", type=Path, nargs="+", help="join these records instead of running")
+    parser.add_argument("--out", type=Path, required=True, help="served.json of a folder in data/recorded")
     chosen = parser.parse_args(argv)
+    if chosen.merge:
+        _write(chosen.out, merge(chosen.merge))
+        return
     only = chosen.backends.split(",") if chosen.backends else None
-    outcomes = run(chosen.models.split(","), layers=chosen.layers, timeout=chosen.timeout, only=only)
-    document = {"provenance": provenance.collect(), "outcomes": outcomes}
-    text = msgspec.json.format(msgspec.json.encode(document), indent=1)
-    Path(chosen.out).write_bytes(text + b"\n")
+    if chosen.logs is not None:
+        chosen.logs.mkdir(parents=True, exist_ok=True)
+    origin = provenance.collect()
+    outcomes = run(
+        chosen.models.split(","),
+        layers=chosen.layers,
+        timeout=chosen.timeout,
+        only=only,
+        parallel=chosen.parallel,
+        logs=chosen.logs,
+        done=lambda found: _write(chosen.out, {"provenance": origin, "outcomes": found}),
+    )
     if not all(o.agrees for o in outcomes):
         raise SystemExit(
             "an answer and a run disagree: " + ", ".join(o.backend for o in outcomes if not o.agrees)

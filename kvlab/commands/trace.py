@@ -95,6 +95,16 @@ def record(
     ),
     folder: Path | None = FOLDER,
     timeout: float = typer.Option(300.0, "--timeout", help="Seconds to wait for the trace."),
+    seed: int | None = typer.Option(
+        None, "--seed", help="With --one-batch: draw the weights of --load-format dummy from this seed."
+    ),
+    nearest_share: float | None = typer.Option(
+        None,
+        "--nearest-share",
+        min=0,
+        max=1,
+        help="With --one-batch: of its batches and lengths, keep the trace whose cast has this share.",
+    ),
     one_batch: str | None = typer.Option(
         None,
         "--one-batch",
@@ -109,7 +119,15 @@ def record(
 
     if one_batch is not None:
         made = recording.around_one_batch(
-            shlex.split(one_batch), out, steps=steps, shapes=shapes, patch=patch or "off", timeout=timeout
+            shlex.split(one_batch),
+            out,
+            steps=steps,
+            shapes=shapes,
+            stack=stack,
+            seed=seed,
+            nearest_share=nearest_share,
+            patch=patch or "off",
+            timeout=timeout,
         )
     else:
         made = recording.from_server(

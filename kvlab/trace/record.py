@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,33 @@ _ARGS = (
 _PROMPT = "The cache holds one row for every token and layer. "
 
 
+class Try(msgspec.Struct, kw_only=True, frozen=True):
+    """One batch and prompt length that was tried; `share` is the KV cast's of GPU busy time."""
+
+    file: str
+    batch: int | None
+    context: int | None
+    step_ms: float
+    busy_ms: float
+    cast_ms: float
+    share: float
+
+
 class Recording(msgspec.Struct, kw_only=True, frozen=True):
-    """What provenance.json holds; `server` is what the server said of itself, `request` what was asked."""
+    """What provenance.json holds; `server` is what the server said of itself, `request` what was asked.
+
+    `patch` is `kvlab.patch.status()` of the benchmark's process when it was done, `results` the benchmark's
+    own lines, `tries` what was weighed where one trace of several was kept.
+    """
 
     provenance: provenance.Provenance
     how: str
     request: dict[str, Any]
     server: dict[str, Any]
     files: list[str]
+    patch: dict[str, Any] = {}
+    results: list[dict[str, Any]] = []
+    tries: list[Try] = []
 
 
 def from_server(
@@ -114,31 +133,32 @@ def around_one_batch(
     *,
     steps: int = 3,
     shapes: bool = False,
+    stack: bool = True,
+    seed: int | None = None,
+    nearest_share: float | None = None,
     patch: str = "off",
     timeout: float = 3600.0,
 ) -> list[Path]:
     """Run SGLang's one-batch benchmark with `arguments` under its profiler, decode only; return the traces.
 
-    The benchmark loads no plugins: `patch` other than off applies kvlab's patch in its process first. Raises
-    BadInput where the benchmark fails or writes no trace; then nothing is left in `out`.
+    One trace a batch size and prompt length that `arguments` name. The benchmark loads no plugins: `patch` is
+    applied in its process first, and what it says of itself afterwards is kept. `seed` draws the weights of
+    `--load-format dummy` (one rank only; None: SGLang's own). Without `stack` Python frames are left out.
+    `nearest_share` keeps only the trace in which the KV cast's share of GPU busy time comes nearest to it,
+    with the shares of all. Raises BadInput where the benchmark fails or writes no trace; then nothing is left
+    in `out`.
     """
     module = _one_batch()
     with _result(out) as made, tempfile.TemporaryDirectory(prefix="kvlab-trace-") as written:
+        said, results = Path(written) / "patch.json", Path(written) / "results.jsonl"
         flags = ["--profile", "--profile-stage", "decode", "--profile-steps", str(steps)]
         flags += ["--profile-record-shapes"] if shapes else []
-        start = (
-            f"import runpy, sys; sys.argv[0] = {module!r}; runpy.run_module({module!r}, run_name='__main__')"
-        )
-        if patch != "off":
-            start = f"import kvlab.patch; kvlab.patch.apply({patch!r}); " + start
+        flags += ["--result-filename", str(results)]
+        start = [sys.executable, "-m", "kvlab.trace.onebatch", module, str(said)]
+        start += ["-" if seed is None else str(seed), *arguments, *flags]
         env = {**os.environ, "SGLANG_TORCH_PROFILER_DIR": written, "KVLAB_PATCH": patch}
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", start, *arguments, *flags],
-                env=env,
-                timeout=timeout,
-                stdout=sys.stderr,
-            )
+            done = subprocess.run(start, env=env, timeout=timeout, stdout=sys.stderr)
         except subprocess.TimeoutExpired:
             raise BadInput(
                 f"{module}: not done in {timeout:.0f} s; give fewer tokens or a longer --timeout"
@@ -146,20 +166,85 @@ def around_one_batch(
         if done.returncode:
             raise BadInput(f"{module}: exit code {done.returncode}; its own output above says why")
         files = _finished(Path(written), 0.0, f"{module} wrote no trace; give at least 4 output tokens")
+        files.sort(key=lambda file: tuple(n or 0 for n in _shape(file)))
         request = {
             "module": module,
             "arguments": [_bare(a) for a in arguments],
             "steps": steps,
+            "stack": stack,
+            "seed": seed,
             "patch": patch,
         }
+        tries = [] if nearest_share is None else _tries(files)
+        if nearest_share is not None:
+            request["nearest_share"] = nearest_share
+            files = [_nearest(files, tries, nearest_share)]
         old = os.environ.get("KVLAB_PATCH")
         os.environ["KVLAB_PATCH"] = patch
         try:
-            return _keep(out, made, files, "one-batch benchmark", request, {})
+            return _keep(
+                out,
+                made,
+                files,
+                "one-batch benchmark",
+                request,
+                {},
+                stack=stack,
+                patch=json.loads(said.read_text("utf-8")) if said.exists() else {},
+                results=_lines(results),
+                tries=tries,
+            )
         finally:
             os.environ.pop("KVLAB_PATCH")
             if old is not None:
                 os.environ["KVLAB_PATCH"] = old
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The benchmark's own results: its median step without the profiler beside the trace's."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def _tries(files: Sequence[Path]) -> list[Try]:
+    from kvlab.trace import read, report
+
+    found = []
+    for file in files:
+        r = report(read(file))
+        cast = r.kv_cast
+        batch, context = _shape(file)
+        found.append(
+            Try(
+                file=_name(file, many=True),
+                batch=batch,
+                context=context,
+                step_ms=r.step_ms,
+                busy_ms=r.busy_ms,
+                cast_ms=cast.ms_per_step if cast else 0.0,
+                share=cast.share if cast else 0.0,
+            )
+        )
+    return found
+
+
+def _nearest(files: Sequence[Path], tries: Sequence[Try], share: float) -> Path:
+    return min(zip(files, tries, strict=True), key=lambda pair: abs(pair[1].share - share))[0]
+
+
+def _shape(file: Path) -> tuple[int | None, int | None]:
+    """Batch size and prompt length, from the name that the one-batch benchmark gives a trace."""
+    found = re.search(r"_batch(\d+)_input(\d+)_", file.name)
+    return (int(found[1]), int(found[2])) if found else (None, None)
+
+
+def _name(file: Path, *, many: bool) -> str:
+    """A trace's name in the folder: its stage, the batch and length where there are several, its ranks."""
+    stage = re.search(r"[-_](decode|extend|prefill)\.", file.name, re.IGNORECASE)
+    batch, context = _shape(file)
+    parts = [stage[1].lower() if stage else "decode"]
+    parts += [f"b{batch}", f"c{context}"] if many and batch is not None else []
+    parts += [f"{k}{int(n):02d}" for k, n in re.findall(r"(TP|DP|PP|EP)-(\d+)", file.name)]
+    return "-".join(parts) + ".trace.json.gz"
 
 
 def _one_batch() -> str:
@@ -197,24 +282,31 @@ def _result(out: Path) -> Iterator[Path]:
 
 
 def _keep(
-    out: Path, made: Path, files: Sequence[Path], how: str, request: dict[str, Any], info: dict[str, Any]
+    out: Path,
+    made: Path,
+    files: Sequence[Path],
+    how: str,
+    request: dict[str, Any],
+    info: dict[str, Any],
+    *,
+    stack: bool = True,
+    patch: dict[str, Any] | None = None,
+    results: Sequence[dict[str, Any]] = (),
+    tries: Sequence[Try] = (),
 ) -> list[Path]:
-    names = []
-    for file in files:
-        rank = re.findall(r"(TP|DP|PP|EP)-(\d+)", file.name)
-        stage = re.search(r"-(DECODE|EXTEND)\.", file.name)
-        label = "-".join(
-            ["decode" if not stage else stage[1].lower(), *(f"{k}{int(n):02d}" for k, n in rank)]
-        )
-        name = f"{label}.trace.json.gz"
-        shorten_paths(file, made / name)
-        names.append(name)
+    many = len({_shape(f) for f in files}) > 1
+    names = [_name(file, many=many) for file in files]
+    for file, name in zip(files, names, strict=True):
+        shorten_paths(file, made / name, stack=stack)
     recording = Recording(
         provenance=provenance.collect(),
         how=how,
         request=request,
         server=info,
         files=names,
+        patch=patch or {},
+        results=list(results),
+        tries=list(tries),
     )
     text = msgspec.json.format(msgspec.json.encode(recording), indent=2)
     (made / "provenance.json").write_bytes(text + b"\n")
@@ -240,11 +332,35 @@ _PACKAGES = re.compile(rb'"(?:/[^"/\n]+)+/(?:site|dist)-packages/')
 _ABSOLUTE = re.compile(rb'"(?:/[^"/\n]+)+/([^"/\n]+\.py\()')
 
 
-def shorten_paths(source: Path, target: Path) -> None:
-    """Copy a trace, gzipped, with the absolute paths of Python files cut to the package or the file."""
-    with source.open("rb") as file, target.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, 0) as new:
-        for line in gzip.GzipFile(fileobj=file) if source.suffix == ".gz" else file:
+def shorten_paths(source: Path, target: Path, *, stack: bool = True) -> None:
+    """Copy a trace, gzipped, with the absolute paths of Python files cut to the package or the file.
+
+    Without `stack` the events of Python frames, most of an eager trace, are left out.
+    """
+    with source.open("rb") as file, target.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, 0) as new:
+        lines = gzip.GzipFile(fileobj=file) if source.suffix == ".gz" else file
+        for line in lines if stack else _without_frames(lines):
             new.write(_ABSOLUTE.sub(rb'"\1', _PACKAGES.sub(b'"', line)))
+
+
+def _without_frames(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Drop events of category python_function. Kineto opens and closes an event on lines of their own."""
+    rest = iter(lines)
+    for line in rest:
+        yield line
+        if b'"traceEvents"' in line:
+            break
+    event: list[bytes] = []
+    for line in rest:
+        if not event and line.rstrip() != b"  {":
+            yield line
+            continue
+        event.append(line)
+        if line.rstrip() in (b"  },", b"  }"):
+            if not any(b'"cat": "python_function"' in one for one in event):
+                yield from event
+            event = []
+    yield from event
 
 
 def _server_info(url: str) -> dict[str, Any]:

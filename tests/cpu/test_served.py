@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kvlab.backends import decide, question, reproduce, rules, served
+from kvlab.errors import BadInput
 
 TRACEBACK = """
 Traceback (most recent call last):
@@ -89,3 +90,22 @@ def test_recorded_runs_stand_beside_the_answer(tmp_path, monkeypatch):
         assert answer("flashinfer", "deepseek-v3", "b200", "0.5.15.post1").served == []
     finally:
         served.recorded.cache_clear()
+
+
+def test_records_of_several_runs_become_one(tmp_path):
+    def document(name, date, *outcomes):
+        path = tmp_path / name
+        path.write_text(json.dumps({"provenance": {"date": date}, "outcomes": list(outcomes)}))
+        return path
+
+    def outcome(backend, served, gpu="NVIDIA H200"):
+        return {"model": "glm-5", "backend": backend, "sglang": "0.5.9", "gpu": gpu, "served": served}
+
+    late = document("b.json", "2026-11-29T22:10", outcome("fa3", True))
+    early = document("a.json", "2026-11-29T22:00", outcome("fa3", False), outcome("triton", True))
+    joined = served.merge([late, early])
+    assert [(o["backend"], o["served"]) for o in joined["outcomes"]] == [("fa3", True), ("triton", True)]
+    assert [r["date"][-5:] for r in joined["runs"]] == ["22:00", "22:10"]
+    other = document("c.json", "2026-11-29T22:20", outcome("fa3", True, "NVIDIA B200"))
+    with pytest.raises(BadInput, match="NVIDIA B200"):
+        served.merge([late, other])

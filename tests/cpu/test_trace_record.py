@@ -188,14 +188,29 @@ def test_no_server_or_a_folder_that_exists(kvlab, tmp_path, server):
 
 
 BENCH = """
-import os, shutil, sys
-assert "--profile" in sys.argv and sys.argv[sys.argv.index("--profile-stage") + 1] == "decode", sys.argv
-if "--fail" in sys.argv:
+import argparse, gzip, json, os, re, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
+parser.add_argument("--result-filename")
+parser.add_argument("--profile", action="store_true")
+parser.add_argument("--profile-stage")
+parser.add_argument("--fail", action="store_true")
+parser.add_argument("--no-trace", action="store_true")
+asked, _ = parser.parse_known_args()
+assert asked.profile and asked.profile_stage == "decode", sys.argv
+if asked.fail:
     sys.exit(3)
-print("Decode. median latency: 0.07765 s")
-if "--no-trace" not in sys.argv:
-    name = "profile_batch1_input100_output8_decode.trace.json.gz"
-    shutil.copy({real!r}, os.path.join(os.environ["SGLANG_TORCH_PROFILER_DIR"], name))
+from sglang.srt.model_loader import loader
+print("weights by", loader.initialize_dummy_weights.__module__)
+for batch in asked.batch_size if not asked.no_trace else []:
+    name = f"profile_batch{{batch}}_input100_output8_decode.trace.json.gz"
+    with open(asked.result_filename, "a") as f:
+        f.write(json.dumps({{"batch_size": batch, "median_decode_latency": 0.07765}}) + "\\n")
+    # The casts of a larger batch weigh less; here they are shorter instead.
+    text = gzip.open({real!r}).read()
+    text = re.sub(rb'"dur": (8\\d\\d[.]\\d+)', lambda m: b'"dur": %.3f' % (float(m[1]) / batch), text)
+    with gzip.open(os.path.join(os.environ["SGLANG_TORCH_PROFILER_DIR"], name), "wb", 1) as f:
+        f.write(text)
 """
 
 
@@ -205,6 +220,11 @@ def one_batch(tmp_path):
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
+    loader = tmp_path / "lib" / "sglang" / "srt" / "model_loader"
+    loader.mkdir(parents=True)
+    (loader / "__init__.py").write_text("")
+    (loader.parent / "__init__.py").write_text("")
+    (loader / "loader.py").write_text("def initialize_dummy_weights(model):\n    pass\n")
     (package / "one_batch.py").write_text(BENCH.format(real=str(REAL)))
     where = tmp_path / "runs"
     where.mkdir()
@@ -231,6 +251,36 @@ def test_around_the_one_batch_benchmark(one_batch):
     assert kept["provenance"]["kvlab_patch"] == "off"
     assert kept["request"]["arguments"][:2] == ["--model-path", "dummy"]
     assert report(read(where / "run" / "decode.trace.json.gz")).steps == 1
+
+
+def test_several_batches_are_recorded_by_one_process(one_batch):
+    run, where = one_batch
+    done = run("--one-batch", "--batch-size 1 16", "--seed", "3", "--no-stack", "--patch", "exact")
+    assert done.returncode == 0, done.stderr
+    names = ["decode-b1-c100.trace.json.gz", "decode-b16-c100.trace.json.gz"]
+    assert done.stdout.split() == [str(where / "run" / n) for n in names]
+    assert "weights by kvlab.dummy" in done.stderr
+    kept = json.loads((where / "run" / "provenance.json").read_text())
+    assert (kept["provenance"]["kvlab_patch"], kept["patch"]["strategy"]) == ("exact", "exact")
+    assert [r["batch_size"] for r in kept["results"]] == [1, 16]
+    assert kept["request"]["seed"] == 3
+    # Without Python frames; all else as it was.
+    stock = json.loads(gzip.decompress(REAL.read_bytes()))["traceEvents"]
+    kept = json.loads(gzip.decompress((where / "run" / names[0]).read_bytes()))["traceEvents"]
+    assert kept == [e for e in stock if e.get("cat") != "python_function"]
+    assert 0 < len(kept) < len(stock)
+
+
+def test_the_batch_whose_share_is_nearest_is_kept(one_batch):
+    run, where = one_batch
+    done = run("--one-batch", "--batch-size 1 2 4", "--nearest-share", "0.7")
+    assert done.returncode == 0, done.stderr
+    assert "weights by sglang" in done.stderr
+    (path,) = (Path(line) for line in done.stdout.split())
+    tries = json.loads((where / "run" / "provenance.json").read_text())["tries"]
+    assert [t["batch"] for t in tries] == [1, 2, 4]
+    assert [t["share"] for t in tries] == sorted((t["share"] for t in tries), reverse=True)
+    assert report(read(path)).kv_cast.share == tries[1]["share"] == pytest.approx(0.743, abs=0.005)
 
 
 @pytest.mark.parametrize(("flag", "said"), [("--fail", "exit code 3"), ("--no-trace", "wrote no trace")])
