@@ -1,250 +1,461 @@
-"""The patch on a real SGLang and a real GPU: identity, step times, memory, the plugin path. Run by hand.
+"""The patch on a real SGLang and a real GPU: identity, errors, memory, step times. A process a run, by hand.
 
-    python tests/gpu/prove_patch.py rank FOLDER [--model glm-5] [--layers 78]
-    python tests/gpu/prove_patch.py run FOLDER OUT.json --strategy exact [--backend fa3] [--page-size 64] …
-    python tests/gpu/prove_patch.py compare STOCK.json PATCHED.json
+    python tests/gpu/prove_patch.py run OUT.json --strategy stock [--backend fa3] [--page-size 64] …
+    python tests/gpu/prove_patch.py errors OUT.json
+    python tests/gpu/prove_patch.py compare STOCK.json PATCHED.json …
+    python tests/gpu/prove_patch.py collect FOLDER OUT_FOLDER
     python tests/gpu/prove_patch.py engine FOLDER [--tp 1]
 
-Strategies: off, control_bf16 and those of KVLAB_PATCH; one a process, whose runner, graphs and pool are
-SGLang's own. Weights are seeded so that attention matters; `run` shows the controls too (a rerun repeats
-itself, zeroing an active row changes tokens). Batches are of fixed composition: servers batch by timing, and
-another batch is another rounding.
+Strategies are those of `kvlab bench step`; `stock` patches nothing. Runner, graphs, pool and batches are
+SGLang's own, weights are seeded so that attention matters, and `run` shows the controls: a rerun repeats
+itself, a zeroed active row changes what follows. Batches are of fixed composition: servers batch by timing,
+and another batch is another rounding. What `run` writes is a run of `kvlab bench step` too, with more in it.
 """
 
 import argparse
-import hashlib
 import json
-import os
-import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 PROMPTS = [3 + 13 * i for i in range(16)]
+ALONE = (0, 7, 15)
+# Requests that share this many cached tokens, and the tokens that each extends after them.
+SHARED, TAILS = 512, [1 + 19 * i for i in range(16)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    rank = commands.add_parser("rank")
-    rank.add_argument("folder", type=Path)
-    rank.add_argument("--model", default="glm-5")
-    rank.add_argument("--layers", type=int)
-    rank.add_argument("--tp", type=int, default=8)
-    run = commands.add_parser("run")
-    run.add_argument("folder", type=Path)
-    run.add_argument("out", type=Path)
-    run.add_argument("--strategy", required=True)
-    run.add_argument("--pool", type=int, default=495_552)
-    run.add_argument("--backend", default="flashinfer")
-    run.add_argument("--page-size", type=int, default=1)
-    run.add_argument("--contexts", type=int, nargs="+", default=[100, 8192])
-    run.add_argument("--batches", type=int, nargs="+", default=[1])
+    for name in ("run", "errors"):
+        one = commands.add_parser(name)
+        one.add_argument("out", type=Path)
+        one.add_argument("--strategy", default="fast")
+        one.add_argument("--model", default="glm-5")
+        one.add_argument("--layers", type=int)
+        one.add_argument("--tp", type=int, default=8)
+        one.add_argument("--pool", type=int, default=495_552)
+        one.add_argument("--burn", type=int, default=0, help="slots that somebody holds before every batch")
+        one.add_argument("--backend", default="flashinfer")
+        one.add_argument("--page-size", type=int, default=1)
+    run = commands.choices["run"]
+    run.add_argument("--contexts", type=int, nargs="*", default=[])
+    run.add_argument("--batches", type=int, nargs="*", default=[])
+    run.add_argument("--capture", type=int, nargs="*", default=[1, 16])
     run.add_argument("--new-tokens", type=int, default=256)
+    run.add_argument("--steps", type=int, default=32)
     run.add_argument("--no-graphs", action="store_true")
     run.add_argument("--no-identity", action="store_true")
+    run.add_argument("--trace", help="BATCHxCONTEXT: a trace of two decode steps", nargs="*", default=[])
     compare = commands.add_parser("compare")
     compare.add_argument("stock", type=Path)
-    compare.add_argument("patched", type=Path)
+    compare.add_argument("patched", type=Path, nargs="+")
+    collect = commands.add_parser("collect")
+    collect.add_argument("folder", type=Path)
+    collect.add_argument("out", type=Path)
     engine = commands.add_parser("engine")
     engine.add_argument("folder", type=Path)
     engine.add_argument("--tp", type=int, default=1)
     asked = parser.parse_args()
-    return {"rank": make_rank, "run": run_one, "compare": compare_two, "engine": through_engine}[
-        asked.command
-    ](asked)
+    actions = {
+        "run": run_one,
+        "errors": errors,
+        "compare": compare_all,
+        "collect": collect_all,
+        "engine": through_engine,
+    }
+    return actions[asked.command](asked)
 
 
-def make_rank(asked: argparse.Namespace) -> int:
-    """The folder that the runs serve."""
+def say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def loaded(asked: argparse.Namespace, *, graphs: bool, batches: tuple[int, ...]) -> Any:
+    """The rank that `asked` describes, served."""
     from kvlab import dummy, models
+    from kvlab.bench.sglang_rank import Setup, load
 
     config = dummy.rank_config(models.load(asked.model), tp=asked.tp, layers=asked.layers)
-    print(dummy.write_rank(asked.folder, config))
-    return 0
+    folder = dummy.write_rank(Path(tempfile.mkdtemp()) / "rank", config)
+    setup = Setup(
+        folder=str(folder),
+        strategy=asked.strategy,
+        pool=asked.pool,
+        batches=batches,
+        backend=asked.backend,
+        page_size=asked.page_size,
+        cuda_graphs=graphs,
+    )
+    say(f"loading {asked.strategy}, {asked.backend}, pool {asked.pool:,}")
+    rank = load(setup)
+    rank.burn = asked.burn
+    return rank
 
 
 def run_one(asked: argparse.Namespace) -> int:
-    """Load, capture, and measure under one strategy; write `OUT.json`."""
-    is_control = asked.strategy == "control_bf16"
-    os.environ["KVLAB_PATCH"] = "off" if is_control else asked.strategy
-    import torch
-    from sglang.benchmark import one_batch
-    from sglang.srt.entrypoints.engine import _set_envs_and_config
-    from sglang.srt.server_args import PortArgs, ServerArgs
+    """Load, capture, show the controls, and measure under one strategy; `OUT.json` grows as it goes."""
+    from kvlab.bench.step import Child
+    from kvlab.bench.step_child import point
 
-    from kvlab import dummy, patch, provenance
-
-    # one_batch loads no plugins.
-    patch.apply()
-    server_args = ServerArgs(
-        model_path=str(asked.folder),
-        load_format="dummy",
-        attention_backend=asked.backend,
-        kv_cache_dtype="auto" if is_control else "fp8_e4m3",
-        max_total_tokens=asked.pool,
+    batches = tuple(sorted({*asked.capture, *asked.batches}))
+    rank = loaded(asked, graphs=not asked.no_graphs, batches=batches)
+    points = [(b, c) for c in asked.contexts for b in asked.batches]
+    child = Child(
+        model=asked.model,
+        folder="",
+        strategy=asked.strategy,
+        pool=rank.slots,
+        backend=asked.backend,
         page_size=asked.page_size,
-        max_running_requests=max(asked.batches),
-        **graph_batches(ServerArgs, max(asked.batches)),
-        disable_cuda_graph=asked.no_graphs,
-        mem_fraction_static=0.85,
+        cuda_graphs=not asked.no_graphs,
+        points=tuple(points),
+        tp=asked.tp,
+        steps=asked.steps,
+        out="",
     )
-    _set_envs_and_config(server_args)
-    for name in ("initialize_moe_config", "initialize_fp8_gemm_config", "initialize_fp4_gemm_config"):
-        getattr(one_batch, name)(server_args)
-    with dummy.seeded_dummy_weights():
-        runner, _ = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
-    found: dict[str, Any] = {
-        "provenance": json.loads(_encode(provenance.collect(env=["KVLAB_PATCH"]))),
-        "strategy": asked.strategy,
-        "backend": asked.backend,
-        "page_size": asked.page_size,
-        "pool": asked.pool,
-        "cuda_graphs": not asked.no_graphs,
-    }
+    found = Found(asked, rank, child)
     if not asked.no_identity:
-        found["identity"] = identity(one_batch, runner, asked.new_tokens)
-        found["controls"] = controls(one_batch, runner)
-    found["runs"] = [
-        timed(one_batch, runner, batch, context) for batch in asked.batches for context in asked.contexts
-    ]
-    found["peak_bytes"] = torch.cuda.max_memory_allocated()
-    found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-    found["patch"] = patch.status()
-    asked.out.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    print(json.dumps({k: found[k] for k in ("strategy", "runs", "peak_bytes")}))
+        # Nothing here extends behind a cached prefix: the memory after it is decode's alone.
+        found.identity["together"] = greedy(rank, prompts(PROMPTS), asked.new_tokens)
+        say("16 prompts together")
+        for number in ALONE:
+            prompt = [prompts(PROMPTS)[number]]
+            found.identity[f"alone, {len(prompt[0])}"] = greedy(rank, prompt, min(asked.new_tokens, 32))
+        rank.snapshot("decoded")
+        found.write()
+        say("prompts alone")
+        found.identity["shared prefix"] = shared(rank, min(asked.new_tokens, 32))
+        rank.snapshot("extended")
+        say("shared prefix")
+        found.controls.update(controls(rank, found.identity["together"]))
+        say(f"controls {found.controls}")
+        found.write()
+    for batch, context in points:
+        found.steps.append(point(rank, child, batch, context))
+        say(f"{batch} x {context:,}: {found.steps[-1].step_ms} ms {found.steps[-1].reason}")
+        found.write()
+    rank.snapshot("served")
+    found.write()
+    for shape in asked.trace:
+        from kvlab.bench.sglang_rank import profile
+
+        batch, _, context = shape.partition("x")
+        path = asked.out.with_name(f"{shape}.trace.json.gz")
+        profile(rank, rank.start_at(int(batch), int(context)), str(path))
+        say(f"trace {path.name}")
+    say(f"status {found.write()['processes'][0]['patch']['counters']}")
     return 0
 
 
-def graph_batches(server_args: Any, most: int) -> dict[str, int]:
-    """The argument that bounds captured batches, by the name that this release has."""
-    import dataclasses
+class Found:
+    """What one run has found so far, and its file."""
 
-    names = {f.name for f in dataclasses.fields(server_args)}
-    return {n: most for n in ("cuda_graph_max_bs_decode", "cuda_graph_max_bs") if n in names}
+    def __init__(self, asked: argparse.Namespace, rank: Any, child: Any) -> None:
+        self.asked, self.rank, self.child = asked, rank, child
+        self.steps: list[Any] = []
+        self.identity: dict[str, Any] = {}
+        self.controls: dict[str, Any] = {}
+        self.errors: list[Any] = []
+
+    def write(self) -> dict[str, Any]:
+        import msgspec
+
+        from kvlab.bench.step_child import run
+
+        whole = json.loads(msgspec.json.encode(run(self.rank, self.child, self.steps)))
+        asked = self.asked
+        whole["case"] = {
+            "strategy": asked.strategy,
+            "model": asked.model,
+            "layers": self.rank.runner.model_config.num_hidden_layers,
+            "heads": self.rank.runner.model_config.num_attention_heads,
+            "backend": asked.backend,
+            "page_size": asked.page_size,
+            "pool": self.rank.slots,
+            "burn": asked.burn,
+            "cuda_graphs": self.child.cuda_graphs,
+        }
+        whole.update(identity=self.identity, controls=self.controls, errors=self.errors)
+        asked.out.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+        return whole
 
 
-def _encode(value: Any) -> bytes:
-    import msgspec
+def prompts(lengths: list[int]) -> list[list[int]]:
+    from kvlab.bench.sglang_rank import prompt
 
-    return msgspec.json.encode(value)
-
-
-def prompt(length: int, row: int = 0) -> list[int]:
-    return [100 + (row * 7 + i * 17 + i * i) % 9000 for i in range(length)]
+    return [prompt(length, row) for row, length in enumerate(lengths)]
 
 
-def identity(one_batch: Any, runner: Any, new_tokens: int) -> list[dict[str, Any]]:
-    """Greedy tokens of each prompt alone, and a digest of every step's logits."""
-    answers = []
-    for number, length in enumerate(PROMPTS):
-        tokens, digest = greedy(one_batch, runner, [prompt(length, number)], new_tokens)
-        answers.append({"prompt": length, "tokens": tokens, "logits": digest})
-    return answers
+class Digest:
+    """Every step's logits to the bit, without copying them: a hash on the device, read at the end.
+
+    A step's hash is the sum of its bit patterns times odd 64-bit weights: any one changed bit changes it.
+    """
+
+    def __init__(self) -> None:
+        self._weights: Any = None
+        self._steps: list[Any] = []
+        self._finite: list[Any] = []
+        self._tokens: list[Any] = []
+
+    def add(self, token: Any, logits: Any) -> None:
+        import torch
+
+        bits = logits.contiguous().view(torch.int16 if logits.element_size() == 2 else torch.int32).long()
+        if self._weights is None or self._weights.shape != bits.shape:
+            generator = torch.Generator(device=bits.device)
+            generator.manual_seed(1)
+            self._weights = torch.randint(
+                -(2**62), 2**62, bits.shape, generator=generator, device=bits.device, dtype=torch.int64
+            )
+            self._weights = self._weights * 2 + 1
+        self._steps.append((bits * self._weights).sum())
+        self._finite.append(torch.isfinite(logits).all())
+        self._tokens.append(token.clone())
+
+    def read(self) -> dict[str, Any]:
+        import torch
+
+        steps = torch.stack(self._steps).cpu().tolist()
+        tokens = torch.stack(self._tokens).cpu().T.tolist()
+        return {
+            "tokens": tokens,
+            "logits": [f"{s & (2**64 - 1):016x}" for s in steps],
+            "finite": bool(torch.stack(self._finite).all()),
+            "distinct_tokens": len({t for row in tokens for t in row}),
+        }
 
 
-def greedy(one_batch: Any, runner: Any, inputs: list[list[int]], new_tokens: int) -> tuple[list[int], str]:
-    runner.clear()
-    reqs = one_batch.prepare_synthetic_inputs_for_latency_test(len(inputs), len(inputs[0]), inputs)
-    token, logits, batch = runner.extend(reqs)
-    digest, tokens = hashlib.sha256(_bytes(logits)), [int(token[0])]
+def greedy(rank: Any, inputs: list[list[int]], new_tokens: int, prefixes: Any = None) -> dict[str, Any]:
+    """Greedy tokens of one batch, `new_tokens` a request, and a hash of every step's logits."""
+    if prefixes is None:
+        rank.clear()
+    batch = rank.start(inputs, prefixes)
+    digest = Digest()
+    digest.add(batch.token, batch.logits)
     for _ in range(new_tokens - 1):
-        token, logits = runner.decode(token, batch)
-        digest.update(_bytes(logits))
-        tokens.append(int(token[0]))
-    return tokens, digest.hexdigest()
+        rank.decode(batch)
+        digest.add(batch.token, batch.logits)
+    return {"prompts": [len(i) for i in inputs], **digest.read()}
 
 
-def _bytes(logits: Any) -> bytes:
-    import torch
+def shared(rank: Any, new_tokens: int) -> dict[str, Any]:
+    """16 requests whose first tokens are the same cached slots, as after a radix-cache hit."""
+    rank.clear()
+    prefix = rank.prefix(SHARED, seed=7)
+    return greedy(rank, prompts(TAILS), new_tokens, [prefix] * len(TAILS))
 
-    return logits.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
-
-def controls(one_batch: Any, runner: Any) -> dict[str, bool]:
+def controls(rank: Any, together: dict[str, Any]) -> dict[str, Any]:
     """Does a rerun repeat itself, and does one active row matter?"""
-    ids = [prompt(64)]
-    first = greedy(one_batch, runner, ids, 16)
-    again = greedy(one_batch, runner, ids, 16)
-    inner = runner.torch_runner
-    runner.clear()
-    reqs = one_batch.prepare_synthetic_inputs_for_latency_test(1, 64, ids)
-    token, _, batch = runner.extend(reqs)
-    slot = int(inner.req_to_token_pool.req_to_token[reqs[0].req_pool_idx, 7])
-    for buffer in inner.token_to_kv_pool.kv_buffer:
+    count = min(len(together["logits"]), 24)
+    again = greedy(rank, prompts(PROMPTS), count)
+    ids = prompts([64])
+    whole = greedy(rank, ids, 16)
+    rank.clear()
+    batch = rank.start(ids)
+    slot = int(rank.runner.req_to_token_pool.req_to_token[batch.reqs[0].req_pool_idx, 7])
+    for buffer in rank.pool.kv_buffer:
         buffer[slot] = 0
-    digest = hashlib.sha256()
+    digest = Digest()
+    digest.add(batch.token, batch.logits)
     for _ in range(15):
-        token, logits = runner.decode(token, batch)
-        digest.update(_bytes(logits))
-    # The same steps without the zeroed row, from the same start.
-    runner.clear()
-    token, _, batch = runner.extend(one_batch.prepare_synthetic_inputs_for_latency_test(1, 64, ids))
-    whole = hashlib.sha256()
-    for _ in range(15):
-        token, logits = runner.decode(token, batch)
-        whole.update(_bytes(logits))
-    return {"rerun_is_identical": first == again, "an_active_row_matters": digest.digest() != whole.digest()}
+        rank.decode(batch)
+        digest.add(batch.token, batch.logits)
+    without = digest.read()
+    return {
+        "rerun_is_identical": again["logits"] == together["logits"][:count]
+        and again["tokens"] == [t[:count] for t in together["tokens"]],
+        "rerun_steps": count,
+        "a_zeroed_row_changes_logits": without["logits"][1:] != whole["logits"][1:],
+        "a_zeroed_row_changes_tokens": without["tokens"] != whole["tokens"],
+    }
 
 
-def timed(one_batch: Any, runner: Any, batch_size: int, context: int, steps: int = 32) -> dict[str, Any]:
-    """Median decode step of a batch, after a few to warm up; None where it does not fit."""
+def errors(asked: argparse.Namespace) -> int:
+    """Every layer's attention of a decode step: `--strategy`'s and stock's against float32, on equal rows."""
     import torch
 
-    run = {"batch": batch_size, "context": context, "step_ms": None}
-    if batch_size * (context + steps + 8) > runner.torch_runner.max_total_num_tokens:
-        return run
-    try:
-        runner.clear()
-        inputs = [prompt(context, row) for row in range(batch_size)]
-        reqs = one_batch.prepare_synthetic_inputs_for_latency_test(batch_size, context, inputs)
-        token, _, batch = runner.extend(reqs)
-        times = []
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            token, _ = runner.decode(token, batch)
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return run
-    return {**run, "step_ms": statistics.median(times[8:])}
+    from kvlab.bench.sglang_rank import prompt
+    from kvlab.bench.step import Child
+    from kvlab.kernels import reference
+    from kvlab.patch.reads import ADAPTERS
 
+    rank = loaded(asked, graphs=False, batches=(1, 16))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    cls = type(rank.runner.attn_backend)
+    patched = cls.forward_decode
+    stock = patched.__wrapped__
+    adapter = ADAPTERS["fa3" if asked.backend == "fa3" else "flashinfer_mla"]
+    layers: list[dict[str, Any]] = []
 
-def compare_two(asked: argparse.Namespace) -> int:
-    """Tokens and logits of two runs; exit code 1 where they differ."""
-    stock, patched = (json.loads(p.read_text(encoding="utf-8")) for p in (asked.stock, asked.patched))
-    differ = []
-    for a, b in zip(stock["identity"], patched["identity"], strict=True):
-        if a["tokens"] != b["tokens"]:
-            first = next(i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y)
-            differ.append(f"prompt of {a['prompt']}: tokens differ from {first} on")
-        elif a["logits"] != b["logits"]:
-            differ.append(f"prompt of {a['prompt']}: same tokens, other logits")
-    rows = [
-        (a["batch"], a["context"], a["step_ms"], b["step_ms"])
-        for a, b in zip(stock["runs"], patched["runs"], strict=True)
-    ]
-    print(
-        json.dumps(
-            {
-                "identical": not differ,
-                "differ": differ,
-                "controls": [stock.get("controls"), patched.get("controls")],
-                "step_ms": rows,
-                "peak_bytes": [stock["peak_bytes"], patched["peak_bytes"]],
-            }
-        )
+    def measured(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *a: Any, **kw: Any
+    ) -> Any:
+        out = patched(self, q, k, v, layer, forward_batch, *a, **kw)
+        theirs = stock(self, q, k, v, layer, forward_batch, *a, **kw)
+        heads, latent = layer.tp_q_head_num, layer.v_head_dim
+        q_rope = kw.get("q_rope")
+        if q_rope is None:
+            both = q.reshape(-1, heads, layer.head_dim)
+            q_nope, q_rope = both[..., :latent], both[..., latent:]
+        else:
+            q_nope = q.view(-1, heads, latent)
+            q_rope = q_rope.view(-1, heads, layer.head_dim - latent)
+        active = adapter.reads(self, "decode", layer, forward_batch).tables[0]
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        want, _ = reference.mla_attention(q_nope, q_rope, rows, active, sm_scale=layer.scaling)
+        want = want.reshape(out.shape)
+        layers.append({"layer": layer.layer_id, "ours": _error(out, want), "stock": _error(theirs, want)})
+        return out
+
+    child = Child(
+        model=asked.model,
+        folder="",
+        strategy=asked.strategy,
+        pool=rank.slots,
+        backend=asked.backend,
+        page_size=asked.page_size,
+        cuda_graphs=False,
+        points=(),
+        tp=asked.tp,
+        steps=0,
+        out="",
     )
-    return 1 if differ else 0
+    found = Found(asked, rank, child)
+    page = asked.page_size
+    unequal = [max(page, (64 + 541 * i) // page * page) for i in range(16)]
+    shapes: dict[str, Any] = {"16 prompts": None, "16 unequal": unequal, "1 x 65,536": [65_536]}
+    for name, cached in shapes.items():
+        if cached is not None and sum(cached) + 64 * len(cached) * page > rank.slots - asked.burn:
+            continue
+        rank.clear()
+        if cached is None:
+            batch = rank.start(prompts(PROMPTS))
+        else:
+            prefixes = [rank.prefix(n, seed=i) for i, n in enumerate(cached)]
+            batch = rank.start([prompt(3, i) for i in range(len(cached))], prefixes)
+        for _ in range(3):
+            rank.decode(batch)
+        layers.clear()
+        cls.forward_decode = measured
+        with torch.no_grad():
+            rank.decode(batch)
+        cls.forward_decode = patched
+        highest = int(rank.runner.req_to_token_pool.req_to_token[batch.reqs[0].req_pool_idx, :3].max())
+        found.errors.append({"batch": name, "a_slot": highest, "layers": list(layers)})
+        worst = max(x["ours"]["all"] / max(x["stock"]["all"], 1e-12) for x in layers)
+        ours, theirs = (max(x[w]["all"] for x in layers) for w in ("ours", "stock"))
+        say(f"{name}: {len(layers)} layers, ours {ours:.2e}, stock {theirs:.2e}, worst ratio {worst:.3f}")
+        found.write()
+    say(f"status {found.write()['processes'][0]['patch']['counters']}")
+    return 0
+
+
+def _error(out: Any, want: Any) -> dict[str, float]:
+    """Relative errors, Frobenius: of the batch together, and of its worst request."""
+    off = (out.float() - want).norm(dim=-1)
+    size = want.norm(dim=-1)
+    return {"all": (off.norm() / size.norm()).item(), "worst": (off / size).max().item()}
+
+
+def compare_all(asked: argparse.Namespace) -> int:
+    """Tokens and logits of runs against stock's; exit code 1 where they differ."""
+    stock = json.loads(asked.stock.read_text(encoding="utf-8"))
+    verdicts = [verdict(stock, json.loads(p.read_text(encoding="utf-8"))) for p in asked.patched]
+    print(json.dumps(verdicts, indent=1))
+    return 0 if all(v["identical"] for v in verdicts) else 1
+
+
+def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
+    """Where two runs differ, section by section and step by step."""
+    differ = []
+    for name, a in stock["identity"].items():
+        b = patched["identity"].get(name)
+        if b is None:
+            differ.append(f"{name}: not run")
+            continue
+        for row, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+            first = next((i for i, (s, t) in enumerate(zip(x, y, strict=True)) if s != t), None)
+            if first is not None:
+                differ.append(f"{name}: tokens of request {row} differ from step {first} on")
+        first = next(
+            (i for i, (s, t) in enumerate(zip(a["logits"], b["logits"], strict=True)) if s != t), None
+        )
+        if first is not None:
+            differ.append(f"{name}: logits differ from step {first} on")
+    return {
+        "case": patched["case"],
+        "identical": not differ and bool(stock["identity"]),
+        "differ": differ[:20],
+        "requests": sum(len(s["tokens"]) for s in stock["identity"].values()),
+        "tokens": sum(len(t) for s in stock["identity"].values() for t in s["tokens"]),
+        "steps": sum(len(s["logits"]) for s in stock["identity"].values()),
+    }
+
+
+def collect_all(asked: argparse.Namespace) -> int:
+    """identity.json and memory.json of all runs under a folder: each patched run beside its case's stock."""
+    runs = []
+    for path in sorted(asked.folder.rglob("*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            continue
+        if isinstance(found, dict) and "case" in found:
+            runs.append(found)
+    runs.sort(key=lambda r: r["provenance"]["date"])
+    newest = {(json.dumps(r["case"], sort_keys=True), bool(r["errors"])): r for r in runs}
+    runs = list(newest.values())
+
+    def of_stock(run: dict[str, Any]) -> dict[str, Any] | None:
+        case = {**run["case"], "strategy": "stock"}
+        return next((r for r in runs if r["case"] == case and r["identity"]), None)
+
+    identity, memory, off = [], [], []
+    for run in runs:
+        stock = of_stock(run)
+        if run["errors"]:
+            off.append({"case": run["case"], "provenance": run["provenance"], "batches": run["errors"]})
+            continue
+        if run["identity"] and stock is not None and run["case"]["strategy"] not in ("stock", "control_bf16"):
+            identity.append({**verdict(stock, run), "provenance": [stock["provenance"], run["provenance"]]})
+        process = run["processes"][0]
+        memory.append({"case": run["case"], "provenance": run["provenance"], "stages": process["memory"]})
+    stocks = [
+        {
+            "case": r["case"],
+            "provenance": r["provenance"],
+            "patch": r["processes"][0]["patch"],
+            "controls": r["controls"],
+            "sections": {
+                name: {k: s[k] for k in ("prompts", "finite", "distinct_tokens")}
+                | {"steps": len(s["logits"])}
+                for name, s in r["identity"].items()
+            },
+        }
+        for r in runs
+        if r["identity"]
+    ]
+    asked.out.mkdir(parents=True, exist_ok=True)
+    newest_provenance = max((r["provenance"] for r in runs), key=lambda p: p["date"])
+    for name, content in {
+        "identity.json": {"runs": stocks, "compared": identity, "errors": off},
+        "memory.json": {"runs": memory},
+    }.items():
+        whole = {"provenance": newest_provenance, **content}
+        (asked.out / name).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps([{k: v for k, v in i.items() if k != "provenance"} for i in identity], indent=1))
+    return 0
 
 
 def through_engine(asked: argparse.Namespace) -> int:
     """`sglang.Engine` with kvlab merely installed: what do its schedulers say of themselves?"""
     import sglang
-    from sglang.srt.server_args import ServerArgs
 
     from kvlab.patch.runfiles import running
 
@@ -255,13 +466,13 @@ def through_engine(asked: argparse.Namespace) -> int:
         kv_cache_dtype="fp8_e4m3",
         tp_size=asked.tp,
         max_total_tokens=65_536,
-        **graph_batches(ServerArgs, 4),
+        cuda_graph_bs_decode=[1, 4],
     )
     try:
         greedily = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        engine.generate(input_ids=[prompt(30)], sampling_params=greedily)
+        engine.generate(input_ids=prompts([30]), sampling_params=greedily)
         time.sleep(3)
-        engine.generate(input_ids=[prompt(9)], sampling_params=greedily)
+        engine.generate(input_ids=prompts([9]), sampling_params=greedily)
         said = running()
     finally:
         engine.shutdown()
