@@ -146,7 +146,7 @@ def reinitialise(model: "torch.nn.Module", *, seed: int = 0, derived: bool = Tru
                 raise ValueError(
                     f"{name} is {parameter.dtype}; seeded weights need 16 bits or more, floating"
                 )
-            _fill(parameter, name, seed)
+            fill(parameter, name, seed)
             count += 1
     post = getattr(model, "post_load_weights", None)
     if derived and callable(post):
@@ -176,7 +176,8 @@ def seeded_dummy_weights(seed: int = 0) -> Iterator[None]:
         loader.initialize_dummy_weights = stock
 
 
-def _fill(parameter: "torch.Tensor", name: str, seed: int) -> None:
+def fill(parameter: "torch.Tensor", name: str, seed: int) -> None:
+    """Fill in place: norms 1, biases 0, matrices N(0, 1/fan_in) from `seed` and the parameter's name."""
     import torch
 
     if name.endswith("bias"):
