@@ -143,6 +143,8 @@ def _entry(site: Site, patch: _Patch | None) -> dict[str, Any]:
         state, reason = REMOVED, ""
     elif site.name in patch.in_place:
         state, reason = PATCHED, ""
+    elif site.name in patch.runtime.unpatched:
+        state, reason = LEFT_ALONE, patch.runtime.unpatched[site.name]
     else:
         state, reason = WAITING, "SGLang has not imported this backend yet"
     return {"site": site.name, "state": state, "reason": reason, "line": site.line}

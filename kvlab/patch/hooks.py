@@ -67,7 +67,7 @@ def install(
         if module is not None and hasattr(module, its[0].cls):
             _patch_module(runtime, module, its, done, mark)
         else:
-            pending[name] = functools.partial(_patch_module, runtime, sites=its, done=done, mark=mark)
+            pending[name] = functools.partial(_patch_imported, runtime, sites=its, done=done, mark=mark)
     if pending:
         finder = AfterImport(pending)
         sys.meta_path.insert(0, finder)
@@ -115,6 +115,20 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._action(module)
+
+
+def _patch_imported(
+    runtime: Runtime,
+    module: ModuleType,
+    sites: Sequence[Site],
+    done: Replacements,
+    mark: Callable[[Site], None],
+) -> None:
+    """As `_patch_module`, but the import that we are part of is SGLang's: it does not fail because of us."""
+    try:
+        _patch_module(runtime, module, sites, done, mark)
+    except Exception as e:
+        runtime.not_patched(sites, e)
 
 
 def _patch_module(

@@ -60,6 +60,7 @@ class Runtime:
         self._said: set[str] = set()
         self._broken: dict[str, str] = {}
         self.chosen: dict[str, Choice] = {}
+        self.unpatched: dict[str, str] = {}
 
     def built(self, family: str, backend: Any, model_runner: Any) -> None:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
@@ -253,6 +254,15 @@ class Runtime:
             self.scratch.reserve(facts.device, self.lane(state, facts.kind), facts.layer_bytes)
         except torch.OutOfMemoryError as e:
             self.broke("shadow", e)
+
+    def not_patched(self, sites: Sequence[Site], error: BaseException) -> None:
+        """The patch broke while it was put in and was taken out again; strict mode does not serve so."""
+        why = f"the patch failed to go in: {one_line(error)}"
+        line = f"SGLang {self.version}, {sites[0].family} left to stock: {why}"
+        if self.is_strict:
+            raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
+        self.unpatched.update({site.name: why for site in sites})
+        self.say(line)
 
     def say(self, line: str) -> None:
         """One warning, once."""

@@ -10,7 +10,9 @@ from rig.world import ForwardMode, World, fa3, flashinfer_mla
 
 from kvlab import patch
 from kvlab.patch import casts, hooks, selfcheck, write
+from kvlab.patch.runtime import Runtime
 from kvlab.patch.scratch import Scratch
+from kvlab.patch.sites import installed
 from kvlab.patch.strategies.fused import Fused
 
 LENGTHS = [5, 17, 9]
@@ -241,3 +243,21 @@ def test_strict_refuses_a_backend_that_would_be_served_by_stock(monkeypatch):
         World("flashinfer_mla", slots=8192)
     with patch.applied("exact"), contextlib.suppress(SystemExit):
         World("flashinfer_mla", torch.bfloat16, slots=8192)
+
+
+def test_a_patch_that_breaks_inside_sglangs_import_does_not_break_the_import(monkeypatch, caplog):
+    before = originals()
+    sites = [s for s in installed().recognised if s.family == "flashinfer_mla"]
+    monkeypatch.setattr(hooks, "_patch_plans", raising(RuntimeError("half way")))
+    runtime, done, marked = Runtime("exact", is_strict=False, version="X"), hooks.Replacements(), []
+    hooks._patch_imported(runtime, flashinfer_mla, sites, done, marked.append)
+    assert originals() == before
+    assert marked == []
+    assert lines(caplog) == [
+        "kvlab: SGLang X, flashinfer_mla left to stock: the patch failed to go in: RuntimeError: half way"
+    ]
+    assert set(runtime.unpatched) == {"flashinfer_mla.decode", "flashinfer_mla.extend"}
+    strict = Runtime("exact", is_strict=True, version="X")
+    with pytest.raises(SystemExit, match="half way"):
+        hooks._patch_imported(strict, flashinfer_mla, sites, done, marked.append)
+    assert originals() == before
