@@ -1,0 +1,171 @@
+"""A plugin of the test's own: what KVLAB_TEST_FAULT names goes wrong in every process of the server.
+
+SGLang loads it beside kvlab, through the same entry-point group. Faults are put on kvlab's modules, so their
+order of loading does not matter.
+"""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def install() -> None:
+    for name in filter(None, os.environ.get("KVLAB_TEST_FAULT", "").split(",")):
+        FAULTS[name]()
+
+
+def seeded_dummy_weights() -> None:
+    """`--load-format dummy` with weights under which tokens depend on the cache."""
+    from kvlab import dummy
+    from kvlab.patch.hooks import AfterImport
+
+    module = "sglang.srt.model_loader.loader"
+
+    def seed(_: Any) -> None:
+        # For the life of the process: nobody leaves this block.
+        dummy.seeded_dummy_weights().__enter__()
+
+    if module in sys.modules:
+        seed(None)
+    else:
+        sys.meta_path.insert(0, AfterImport({module: seed}))
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _raising(when: Any, text: str) -> None:
+    """The shadow cast raises `text` on real rows (a self-check has 256) where `when()`."""
+    from kvlab.patch import casts
+
+    right = casts.shadow
+
+    def shadow(rows: Any, out: Any, active: Any) -> Any:
+        if when(rows):
+            raise RuntimeError(text)
+        return right(rows, out, active)
+
+    casts.shadow = shadow
+
+
+def self_check_raises() -> None:
+    _raising(lambda rows: True, "injected: kernel raises in the self-check")
+
+
+def self_check_is_wrong() -> None:
+    """One bit of the cast is off, in the self-check as it would be in serving."""
+    from kvlab.patch import casts
+
+    right = casts.shadow
+
+    def shadow(rows: Any, out: Any, active: Any) -> Any:
+        right(rows, out, active)
+        out.view(_int16())[2, 0, 7] ^= 1
+        return out
+
+    casts.shadow = shadow
+
+
+def _int16() -> Any:
+    import torch
+
+    return torch.int16
+
+
+def capture_raises() -> None:
+    _raising(lambda rows: rows.shape[0] > 256 and _is_capturing(), "injected: kernel raises in capture")
+
+
+def serving_raises() -> None:
+    """Eager calls of a server that serves: graphs are captured, requests with a cached prefix come."""
+    _raising(
+        lambda rows: rows.shape[0] > 256 and not _is_capturing() and _trigger().exists(),
+        "injected: kernel raises while serving",
+    )
+
+
+def compile_fails() -> None:
+    """Triton cannot compile any of kvlab's kernels; SGLang's own compile."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def only_others(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__.startswith("kvlab."):
+            raise RuntimeError("injected: ptxas fatal, no such architecture")
+        return run(self, *args, **kwargs)
+
+    JITFunction.run = only_others
+
+
+def no_nvrtc() -> None:
+    """The CUDA kernel's compiler is not installed."""
+    from kvlab.kernels import nvrtc
+
+    def missing() -> Any:
+        raise nvrtc.CompileError("injected: no libnvrtc")
+
+    nvrtc.library = missing
+
+
+def no_scratch() -> None:
+    """The allocator refuses the scratch, always."""
+    import torch
+
+    from kvlab.patch.scratch import Scratch
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("injected: CUDA out of memory")
+
+    Scratch.reserve = full
+    Scratch.rows = full
+
+
+def half_applied() -> None:
+    """The patch breaks after it has replaced the forward methods of the first backend."""
+    from kvlab.patch import hooks
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("injected: the patch breaks half way")
+
+    hooks._patch_plans = breaks
+
+
+def removed_while_serving() -> None:
+    """`patch.remove()` in the scheduler when the trigger file appears."""
+
+    def wait() -> None:
+        from kvlab import patch
+
+        while not _trigger().exists():
+            time.sleep(0.05)
+        patch.remove()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _trigger() -> Path:
+    return Path(os.environ["KVLAB_TEST_TRIGGER"])
+
+
+FAULTS = {
+    f.__name__: f
+    for f in (
+        seeded_dummy_weights,
+        self_check_raises,
+        self_check_is_wrong,
+        capture_raises,
+        serving_raises,
+        compile_fails,
+        no_nvrtc,
+        no_scratch,
+        half_applied,
+        removed_while_serving,
+    )
+}
