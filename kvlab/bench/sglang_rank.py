@@ -7,6 +7,7 @@ that it has them already (`prefix_indices`), as with a radix-cache hit.
 """
 
 import gc
+import importlib.util
 import logging
 import os
 import time
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from kvlab.errors import BadInput
 
 # Rows filled at a time: 19 MB of BF16.
 _CHUNK = 16_384
@@ -142,6 +145,8 @@ def load(setup: Setup) -> Rank:
     asked = "off" if setup.strategy in UNPATCHED else setup.strategy
     os.environ["KVLAB_PATCH"] = asked
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    if importlib.util.find_spec("sglang.benchmark") is None:
+        raise BadInput("bench step: this SGLang has no sglang.benchmark.one_batch; use 0.5.15.post1")
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
