@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _stream(source, target, n, GROWTH: tl.constexpr, BLOCK: tl.constexpr):
+def kvlab_copy_stream(source, target, n, GROWTH: tl.constexpr, BLOCK: tl.constexpr):
     """Write each 8-byte word GROWTH times: 1 is a copy, 2 has the traffic of FP8 to BF16."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
@@ -25,7 +25,7 @@ def stream(
     words = source.numel() * source.element_size() // 8
     growth = target.numel() * target.element_size() // (8 * words)
     sms = torch.cuda.get_device_properties(source.device).multi_processor_count
-    _stream[(grid * sms,)](
+    kvlab_copy_stream[(grid * sms,)](
         source.view(-1).view(torch.int64),
         target.view(-1).view(torch.int64),
         words,
@@ -36,7 +36,7 @@ def stream(
 
 
 @triton.jit
-def _scatter(source, target, indices, n, WORDS: tl.constexpr, LANES: tl.constexpr):
+def kvlab_copy_rows(source, target, indices, n, WORDS: tl.constexpr, LANES: tl.constexpr):
     """Row `indices[i]` of WORDS 8-byte words, each written twice; nothing is counted or converted."""
     ROWS: tl.constexpr = LANES // WORDS
     lane = tl.arange(0, LANES)
@@ -52,7 +52,7 @@ def scatter(
 ) -> None:
     """The traffic of a cast in the order of `indices`: rows read, twice their bytes written. Contiguous."""
     words, n = source.shape[-1] // 8, indices.numel()
-    _scatter[(triton.cdiv(n, lanes // words),)](
+    kvlab_copy_rows[(triton.cdiv(n, lanes // words),)](
         source.view(-1).view(torch.int64),
         target.view(torch.uint8).view(-1).view(torch.int64),
         indices,

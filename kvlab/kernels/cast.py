@@ -178,7 +178,7 @@ def _many(
 
 # What changes with a batch must not make a new kernel: none of it is specialised on.
 @triton.jit(do_not_specialize=["table_stride", "num_slots", "batch", "limit"])
-def _cast(
+def kvlab_cast(
     rows,
     out,
     table,
@@ -339,7 +339,7 @@ def _launch(
         table, bounds, batch, limit = active.table, active.bounds, active.batch, active.table.numel()
     if paged and not batch:
         return
-    _cast[(cut.grid * chip(source.device)[1],)](
+    kvlab_cast[(cut.grid * chip(source.device)[1],)](
         source if cut.native else source.view(torch.uint8),
         target,
         table,

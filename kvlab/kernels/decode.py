@@ -17,7 +17,7 @@ from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
 from kvlab.kernels.chip import chip
-from kvlab.kernels.mla_triton import RECORD, decode_kernel, merge_kernel
+from kvlab.kernels.mla_triton import RECORD, kvlab_mla_decode, kvlab_mla_merge
 
 BACKENDS = ("auto", "triton", "cuda")
 MAX_HEADS = 128
@@ -396,7 +396,7 @@ def _launch(
     lanes = tune.block_h if q_indptr is not None else min(tune.block_h, heads)
     chunk, at_once = _merge_cut(blocks * lanes, _pairs_held(rank))
     launch = {"launch_pdl": True} if tune.pdl else {}
-    decode_kernel[(sms * tune.shares,)](
+    kvlab_mla_decode[(sms * tune.shares,)](
         *shared,
         tune.min_tiles,
         **constants,
@@ -407,7 +407,7 @@ def _launch(
         num_warps=tune.warps,
         **launch,
     )
-    merge_kernel[(blocks, lanes, triton.cdiv(rank // 2, chunk))](
+    kvlab_mla_merge[(blocks, lanes, triton.cdiv(rank // 2, chunk))](
         *shared,
         **constants,
         CHUNK=chunk,

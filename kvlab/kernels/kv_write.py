@@ -57,7 +57,7 @@ def fp8_bits(
 
 
 @triton.jit
-def _write(
+def kvlab_kv_write(
     out,
     loc,
     nope,
@@ -108,7 +108,7 @@ def write(
     Equal to `torch.cat([nope, rope], 1).to(fp8)` on that device, byte for byte.
     """
     over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
-    _write[(loc.numel(),)](
+    kvlab_kv_write[(loc.numel(),)](
         buffer,
         loc,
         nope,

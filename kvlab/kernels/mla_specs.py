@@ -71,7 +71,7 @@ def specs(
     return [
         Spec(
             name=f"{name}: decode",
-            kernel=f"{module}:decode_kernel",
+            kernel=f"{module}:kvlab_mla_decode",
             signature=signature | {"min_tiles": "i32"},
             constexprs=constants | of_decode,
             divisible=_DIVISIBLE,
@@ -80,7 +80,7 @@ def specs(
         ),
         Spec(
             name=f"{name}: merge",
-            kernel=f"{module}:merge_kernel",
+            kernel=f"{module}:kvlab_mla_merge",
             signature=signature,
             constexprs=constants | of_merge,
             divisible=_DIVISIBLE,

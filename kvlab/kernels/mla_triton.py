@@ -185,7 +185,7 @@ def _slots(table, r, begin, position, table_stride, num_slots, PAGE_SIZE: tl.con
 
 
 @triton.jit(do_not_specialize=["batch", "limit", "num_slots", "min_tiles"])
-def decode_kernel(
+def kvlab_mla_decode(
     q_nope,  # uint32: pairs of BF16 or FP16
     q_pe,
     rows,  # uint16: pairs of codes
@@ -408,7 +408,7 @@ def decode_kernel(
 
 
 @triton.jit(do_not_specialize=["batch", "limit", "num_slots"])
-def merge_kernel(
+def kvlab_mla_merge(
     q_nope,
     q_pe,
     rows,

@@ -66,7 +66,7 @@ def _entries(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def _mark(
+def kvlab_slot_map_mark(
     table,
     bounds,
     first,
@@ -92,7 +92,7 @@ def _mark(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def _count(
+def kvlab_slot_map_count(
     table,
     bounds,
     first,
@@ -120,7 +120,7 @@ def _count(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def _rank(
+def kvlab_slot_map_rank(
     table,
     bounds,
     first,
@@ -168,7 +168,7 @@ def _rank(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def _renumber(
+def kvlab_slot_map_renumber(
     table,
     bounds,
     first,
@@ -324,9 +324,9 @@ def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None
     cut |= {"LANES": 32 if interpreted else 256, "num_warps": 8}
     grid = (ws.partial.numel(),)
     shape = (stride, batch, limit, page, units)
-    _mark[grid](table, bounds, ws.first, ws.filled, *shape, **cut)
-    _count[grid](table, bounds, ws.first, ws.partial, *shape, **cut)
-    _rank[grid](
+    kvlab_slot_map_mark[grid](table, bounds, ws.first, ws.filled, *shape, **cut)
+    kvlab_slot_map_count[grid](table, bounds, ws.first, ws.partial, *shape, **cut)
+    kvlab_slot_map_rank[grid](
         table,
         bounds,
         ws.first,
@@ -342,7 +342,7 @@ def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None
         PROGRAMS=grid[0],
         **cut,
     )
-    _renumber[grid](
+    kvlab_slot_map_renumber[grid](
         table,
         bounds,
         ws.first,

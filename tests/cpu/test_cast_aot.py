@@ -39,7 +39,7 @@ def cast_spec(
     }
     return Spec(
         name=f"{name} {fmt} {wide} {'native' if native else 'bytes'}",
-        kernel="kvlab.kernels.cast:_cast",
+        kernel="kvlab.kernels.cast:kvlab_cast",
         signature={"rows": fp8 if native else "*u8", "out": f"*{wide}"} | LAYER,
         constexprs=constexprs | changed,
         divisible=ALIGNED,
@@ -53,14 +53,14 @@ def map_specs(batch: int) -> list[Spec]:
     pointers += ["overflow", "new_indices"]
     kinds = dict.fromkeys(ints, "i32") | dict.fromkeys(pointers, "*i32")
     arguments = {
-        "_mark": "table bounds first filled table_stride batch limit page_size units",
-        "_count": "table bounds first partial table_stride batch limit page_size units",
-        "_rank": "table bounds first partial rank filled slots slots_filled count overflow "
+        "kvlab_slot_map_mark": "table bounds first filled table_stride batch limit page_size units",
+        "kvlab_slot_map_count": "table bounds first partial table_stride batch limit page_size units",
+        "kvlab_slot_map_rank": "table bounds first partial rank filled slots slots_filled count overflow "
         "table_stride batch limit page_size units room",
-        "_renumber": "table bounds first rank filled new_indices table_stride new_stride batch limit "
-        "page_size units",
+        "kvlab_slot_map_renumber": "table bounds first rank filled new_indices table_stride "
+        "new_stride batch limit page_size units",
     }
-    extra = {"_rank": {"PROGRAMS": 128}, "_renumber": {"NEVER": 2**31 - 1}}
+    extra = {"kvlab_slot_map_rank": {"PROGRAMS": 128}, "kvlab_slot_map_renumber": {"NEVER": 2**31 - 1}}
     return [
         Spec(
             name=f"{kernel} {'paged' if batch else 'ragged'}",
@@ -74,6 +74,27 @@ def map_specs(batch: int) -> list[Spec]:
     ]
 
 
+def list_specs(batch: int, pdl: bool) -> list[Spec]:
+    kinds = {"table": "*i32", "bounds": "*i32", "seen": "*u8", "partial": "*i32", "slots": "*i32"}
+    kinds |= {"count": "*i32"}
+    arguments = {
+        "mark": ("table bounds seen table_stride batch limit page_size num_slots", {"BATCH": batch}, 256),
+        "count": ("seen partial stretch", {}, 2048),
+        "write": ("seen partial slots count stretch", {"PROGRAMS": 128}, 2048),
+    }
+    return [
+        Spec(
+            name=f"list {name} {batch}{' pdl' if pdl else ''}",
+            kernel=f"kvlab.kernels.slot_list:kvlab_slot_list_{name}",
+            signature={a: kinds.get(a, "i32") for a in names.split()},
+            constexprs={"LANES": lanes, "PDL": pdl} | extra,
+            divisible=[a for a in names.split() if a in kinds],
+            num_warps=8,
+        )
+        for name, (names, extra, lanes) in arguments.items()
+    ]
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int], Resources]:
     every = [
@@ -82,8 +103,9 @@ def compiled() -> dict[tuple[str, int], Resources]:
     ]
     every += [cast_spec("paged", native=n, LANES=256, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
     every += [cast_spec("gather", native=n, COMPACT=True, FILLED=True, PAGE_SIZE=64) for n in (True, False)]
-    every += map_specs(0) + map_specs(128)
-    return {(r.name, r.capability): r for r in report(every)}
+    every += map_specs(0) + map_specs(128) + list_specs(0, False) + list_specs(128, False)
+    launched_early = report(list_specs(0, True) + list_specs(128, True), [90, 100, 120])
+    return {(r.name, r.capability): r for r in [*report(every), *launched_early]}
 
 
 def test_every_kernel_fits_every_chip(compiled):

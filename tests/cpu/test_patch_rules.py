@@ -275,7 +275,7 @@ def test_the_write_kernel_compiles_for_every_chip():
     codes = {"OVER": 0x7E, "INF": 0x7E, "NAN": 0x7F, "NEGATIVE_NAN": 0xFF}
     spec = Spec(
         name="kv_write",
-        kernel="kvlab.kernels.kv_write:_write",
+        kernel="kvlab.kernels.kv_write:kvlab_kv_write",
         signature=pointers | strides,
         constexprs={"NOPE": 512, "ROPE": 64, "BLOCK": 1024, "E5M2": False, **codes},
         divisible=[*pointers, *strides],
