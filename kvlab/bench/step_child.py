@@ -1,14 +1,17 @@
 """One process of `kvlab bench step`: load the rank under one strategy, time its points, write as it goes."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvlab import provenance
 from kvlab.bench import step_results
 from kvlab.bench.step import UNWAITED, WARM_UP, Child
 from kvlab.bench.step_results import Process, Step, StepRun
+from kvlab.provenance import Provenance
 
 
 def main() -> int:
@@ -112,12 +115,18 @@ def child_command(child: Child) -> list[str]:
     ]
 
 
+@functools.cache
+def _provenance(command: tuple[str, ...] | None) -> Provenance:
+    """Asked once: it runs nvidia-smi."""
+    return provenance.collect(command, env=["KVLAB_PATCH"])
+
+
 def process(rank: Any, strategy: str, command: list[str] | None = None) -> Process:
     """What this process is, and what its patch says of itself."""
-    from kvlab import patch, provenance
+    from kvlab import patch
 
     return Process(
-        provenance=provenance.collect(command, env=["KVLAB_PATCH"]),
+        provenance=_provenance(tuple(command) if command else None),
         strategy=strategy,
         memory=rank.memory,
         patch=patch.status(),
