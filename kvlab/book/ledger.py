@@ -14,7 +14,7 @@ VERDICTS = ("confirmed", "corrected", "untestable here")
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """One claim: the text's own words, the verdict and why, the page that decides it, the test that pins it.
 
-    `page` is `name#place` or, for a page that is not written yet, its name alone.
+    `page` is `name#place`.
     """
 
     id: str
@@ -41,6 +41,11 @@ def entries() -> list[Claim]:
             raise BadInput(
                 f"data/reported/claims.yml: claim {claim.id!r}: verdict {claim.verdict!r} is none of "
                 f"{', '.join(VERDICTS)}"
+            )
+        if "#" not in claim.page:
+            raise BadInput(
+                f"data/reported/claims.yml: claim {claim.id!r}: page {claim.page!r} names no place; write "
+                f"{claim.page}#PLACE"
             )
         found.append(claim)
     return found
@@ -70,11 +75,10 @@ def show_ledger() -> None:
 def _row(c: Claim) -> str:
     page, _, place = c.page.partition("#")
     link = f'<a href="{escape(page)}.html#{escape(place)}">{escape(page)}</a>'
-    where = link if place else "a chapter to come"
     test = f"<br><code>{escape(c.test.rpartition('::')[2])}</code>" if c.test else ""
     kind = c.verdict.split()[0]
     return (
         f'<tr id="claim-{escape(c.id)}"><td>“{escape(c.quote)}”</td>'
         f'<td><strong class="kv-verdict-{kind}">{escape(c.verdict)}</strong>. {escape(c.why)}</td>'
-        f"<td>{where}{test}</td></tr>"
+        f"<td>{link}{test}</td></tr>"
     )
