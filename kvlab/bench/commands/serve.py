@@ -1,0 +1,138 @@
+"""`kvlab bench serve`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvlab.bench.serve_results import ServeRun
+
+
+def register(bench: typer.Typer) -> None:
+    bench.command("serve")(serve)
+
+
+def serve(
+    server_args: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --: SGLang's own arguments, alike for every server."),
+    ] = None,
+    recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
+    model_path: Annotated[
+        Path | None,
+        typer.Option(help="A model's folder; one of `model dummy-rank` gets seeded dummy weights."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Load this running server instead of starting any.")] = None,
+    strategies: Annotated[
+        str, typer.Option(help="KVLAB_PATCH of each server in turn; control_bf16 has no FP8 cache.")
+    ] = "off,exact,fast",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, one load each.")] = "1,16,64",
+    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens in, each request.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens out, each request.")] = 64,
+    requests: Annotated[int | None, typer.Option(min=1, help="A load; twice its concurrency.")] = None,
+    port: Annotated[int | None, typer.Option(help="The servers' port; a free one.")] = None,
+    ready_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
+    out: Annotated[Path | None, typer.Option(help="Write the run here as JSON, server by server.")] = None,
+) -> None:
+    """SGLang's server under load, unpatched and patched: tokens a second, time per token, first token."""
+    import msgspec
+
+    from kvlab.errors import BadInput
+
+    if recorded:
+        from kvlab.bench.recorded import newest
+        from kvlab.bench.serve_results import ServeRun
+
+        run = newest("serve.json", ServeRun)[1]
+    else:
+        from kvlab.bench import serve as bench
+
+        if (model_path is None) == (url is None):
+            raise BadInput("bench serve: give --model-path FOLDER, or --url of a running server; not both")
+        asked = bench.Asked(
+            _numbers("--concurrency", concurrency),
+            input_tokens,
+            output_tokens,
+            requests,
+            ready_seconds=ready_seconds,
+        )
+        say = (lambda _: None) if json else (lambda line: typer.echo(line, err=True))
+        if url is not None:
+            run = bench.measure_url(url, asked, say=say)
+            if out is not None:
+                bench.write(out, run)
+        else:
+            _needs_sglang()
+            assert model_path is not None
+            names = [s.strip() for s in strategies.split(",") if s.strip()]
+            run = bench.measure(
+                model_path, names, asked, server_args=server_args or [], port=port, out=out, say=say
+            )
+    if json:
+        typer.echo(msgspec.json.encode(run).decode())
+    else:
+        _show(run)
+    if not recorded and any(s.error for s in run.servers):
+        raise typer.Exit(1)
+
+
+def _needs_sglang() -> None:
+    from kvlab.errors import BadInput
+    from kvlab.patch.sites import installed
+
+    if installed().root is None:
+        raise BadInput("sglang: not installed in this environment; install it, or use --url or --recorded")
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    from kvlab.errors import BadInput
+
+    if not text or not all(t.strip().isdigit() and int(t) for t in text.split(",")):
+        raise BadInput(f"{name}: expected numbers such as 1,16, got {text!r}")
+    return [int(t) for t in text.split(",")]
+
+
+def _show(run: "ServeRun") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    p = run.provenance
+    sglang = p.versions.get("sglang", "not installed here")
+    console.print(f"{run.model}, SGLang {sglang}, {', '.join(p.gpus) or 'no GPU'}, {p.date}")
+    table = Table()
+    columns = (
+        "server",
+        "at once",
+        "tokens/s out",
+        "ms/token",
+        "p99",
+        "ms to first",
+        "p99",
+        "GPU GB",
+        "same tokens",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "server" else "right")
+    for server in run.servers:
+        peak = "" if server.gpu_peak_bytes is None else f"{server.gpu_peak_bytes / 1e9:.1f}"
+        same = {None: "", True: "yes", False: "no"}[server.same_tokens]
+        for number, one in enumerate(server.loads):
+            head = (server.strategy, peak, same) if number == 0 else ("", "", "")
+            table.add_row(
+                head[0],
+                str(one.concurrency),
+                f"{one.output_tokens_per_s:,.1f}",
+                f"{one.tpot_ms_median:.2f}",
+                f"{one.tpot_ms_p99:.2f}",
+                f"{one.ttft_ms_median:.1f}",
+                f"{one.ttft_ms_p99:.1f}",
+                *head[1:],
+            )
+        if server.error:
+            table.add_row(server.strategy, "", server.error)
+    console.print(table)
