@@ -59,6 +59,7 @@ NEXTN = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+NO_ROOM = {"max_total_tokens": 34_000_000, "mem_fraction_static": 0.9}
 DEEP = {"load_format": "dummy", "max_total_tokens": 495_552}
 
 
@@ -105,7 +106,8 @@ CASES: dict[str, Case] = {
     "fault_half": _fault("half_applied"),
     "fault_removed": _fault("removed_while_serving", trigger=True),
     # So large a pool that one BF16 layer of it does not fit beside it: stock could not serve it at all.
-    "no_room": Case({}, {"max_total_tokens": 34_000_000, "mem_fraction_static": 0.9}, "off"),
+    "no_room": Case({}, NO_ROOM, "off"),
+    "no_room_off": Case(OFF, NO_ROOM),
 }
 
 
