@@ -80,6 +80,9 @@ def measure(
         seeded_dummy_weights=is_seeded,
         servers=[],
     )
+    # Before minutes are spent: a file that cannot be written is said now.
+    if out is not None:
+        write(out, run)
     with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python) as load:
         for strategy in strategies:
             say(f"{strategy}: starting a server")

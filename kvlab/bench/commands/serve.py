@@ -133,6 +133,7 @@ def _show(run: "ServeRun") -> None:
                 f"{one.ttft_ms_p99:.1f}",
                 *head[1:],
             )
-        if server.error:
-            table.add_row(server.strategy, "", server.error)
     console.print(table)
+    for server in run.servers:
+        if server.error:
+            console.print(f"{server.strategy}: {server.error}")

@@ -1,0 +1,158 @@
+"""`kvlab bench serve` against a stand-in SGLang: servers are started, asked, loaded and ended."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvlab import dummy, models
+from kvlab.bench import seeded, serve
+from kvlab.bench.serve_results import ServeRun
+from kvlab.errors import BadInput
+
+FAKES = Path(__file__).resolve().parents[1] / "fakes"
+ASKED = ["--concurrency", "1,4", "--input-tokens", "16", "--output-tokens", "8"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return dummy.write_rank(tmp_path / "rank", dummy.rank_config(models.load("glm-5"), layers=2))
+
+
+def run(*words, mode="", **env):
+    path = [str(FAKES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-m", "kvlab", "bench", "serve", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "FAKE_SGLANG": mode, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_each_strategy_has_its_server_its_tokens_and_its_loads(model, tmp_path):
+    out = tmp_path / "serve.json"
+    given = ["--strategies", "off,exact,control_bf16", "--out", out, "--json", *ASKED]
+    done = run("--model-path", model, *given, "--", "--kv-cache-dtype", "fp8_e4m3", "--page-size", "1")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == json.loads(out.read_text())
+    off, exact, control = said["servers"]
+    assert [s["strategy"] for s in said["servers"]] == ["off", "exact", "control_bf16"]
+    assert [s["same_tokens"] for s in said["servers"]] == [None, True, True]
+    for server in said["servers"]:
+        assert server["error"] is None
+        assert server["memory"]["token_capacity"] == 4096
+        assert [one["concurrency"] for one in server["loads"]] == [1, 4]
+        assert [one["requests"] for one in server["loads"]] == [4, 8]
+        for one in server["loads"]:
+            assert one["completed"] == one["requests"]
+            # The stand-in sleeps this long a token.
+            floor = 4.0 if server["strategy"] in ("off", "control_bf16") else 1.0
+            assert floor <= one["tpot_ms_median"]
+            per_second = one["completed"] * one["output_tokens"] / one["seconds"]
+            assert one["output_tokens_per_s"] == pytest.approx(per_second)
+    assert "KVLAB_PATCH off" in off["log_lines"][0]
+    assert "KVLAB_PATCH exact" in exact["log_lines"][0]
+    assert "--load-format dummy" in exact["log_lines"][0]
+    assert "--kv-cache-dtype fp8_e4m3" in exact["log_lines"][0]
+    assert "--kv-cache-dtype" not in control["log_lines"][0]
+    assert "KVLAB_PATCH off" in control["log_lines"][0]
+    assert str(tmp_path) not in json.dumps({**said, "servers": []})
+
+
+def test_other_tokens_and_servers_that_die_are_said(model):
+    done = run("--model-path", model, "--strategies", "off,exact", "--json", *ASKED, mode="differs")
+    assert [s["same_tokens"] for s in json.loads(done.stdout)["servers"]] == [None, False]
+    done = run("--model-path", model, "--strategies", "off,exact", "--json", *ASKED, mode="dies")
+    off, exact = json.loads(done.stdout)["servers"]
+    assert done.returncode == 1
+    assert off["error"] is None
+    assert exact["error"] == "did not come up: RuntimeError: no memory for the pool"
+    done = run("--model-path", model, "--strategies", "off", *ASKED, mode="fails")
+    assert done.returncode == 1
+    assert "requests completed at concurrency" in done.stderr
+
+
+def test_no_server_is_left_behind(model, tmp_path):
+    server = serve.Server(model, "off", [], sys.executable, serve._free_port(), tmp_path, True)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(FAKES)
+    try:
+        with serve.started(server, 30) as (ready, _):
+            assert ready is not None
+            assert serve._info(server.url)["model_path"] == str(model)
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    time.sleep(0.1)
+    assert serve._info(server.url) is None
+
+
+def test_a_running_server_is_loaded_by_its_address(model):
+    port = serve._free_port()
+    env = {**os.environ, "PYTHONPATH": str(FAKES)}
+    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(model)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            assert serve._ready(server, url, 30) is not None
+            done = run("--url", url, "--json", *ASKED)
+            assert done.returncode == 0, done.stderr
+            (only,) = json.loads(done.stdout)["servers"]
+            assert [one["completed"] for one in only["loads"]] == [4, 8]
+            words = run("--url", url, "--concurrency", "2", "--output-tokens", "4", "--input-tokens", "4")
+            assert "tokens/s out" in words.stdout
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--model-path FOLDER, or --url"),
+        (["--model-path", "RANK", "--url", "http://127.0.0.1:1"], "not both"),
+        (["--model-path", "/nowhere"], "no config.json"),
+        (["--model-path", "RANK", "--strategies", "exakt"], "--strategies: exakt; use exact, fast"),
+        (["--model-path", "RANK", "--strategies", ""], "none given"),
+        (["--model-path", "RANK", "--concurrency", "0"], "--concurrency: expected numbers"),
+        (["--model-path", "RANK", "--out", "/nowhere/x.json"], "--out: /nowhere/x.json"),
+        (["--url", "ftp://x"], "is no server address"),
+        (["--url", "http://127.0.0.1:9"], "does not answer as an SGLang server"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, model):
+    done = run(*[str(model) if w == "RANK" else w for w in words])
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_the_generators_result_is_read_or_refused():
+    asked = serve.Asked([1], 16, 8)
+    with pytest.raises(BadInput, match="no result that is known"):
+        serve.parse("{}", asked, 1)
+    with pytest.raises(BadInput, match="no result that is known"):
+        serve.parse("", asked, 1)
+
+
+def test_the_seeding_plugin_is_an_installed_distribution(tmp_path):
+    from importlib.metadata import distributions
+
+    folder = seeded.plugin(tmp_path / "plugin")
+    (found,) = distributions(path=[str(folder)])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.name) == ("sglang.srt.plugins", "kvlab_seeded")
+    assert entry.load() is seeded.install
+
+
+def test_a_recorded_run_reads_back():
+    import msgspec
+
+    run = ServeRun(
+        provenance=serve.collect(), model="m", server_args=[], seeded_dummy_weights=False, servers=[]
+    )
+    assert msgspec.json.decode(msgspec.json.encode(run), type=ServeRun) == run
