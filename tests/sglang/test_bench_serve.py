@@ -29,19 +29,21 @@ def test_the_real_generator_loads_a_server(tmp_path):
     started = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(model)]
     code = "import rig.environment; from kvlab.bench.serve_load import main; main()"
     real = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(tmp_path / "more")])}
-    with subprocess.Popen(started, env=fake, stdout=subprocess.DEVNULL) as server:
-        with contextlib.ExitStack() as ends:
-            ends.callback(server.kill)
-            assert serve._ready(server, url, 30) is not None
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", code],
-                input=json.dumps(serve.arguments(url, str(model), asked, 4, out)) + "\n",
-                env=real,
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=180,
-            )
+    with (
+        subprocess.Popen(started, env=fake, stdout=subprocess.DEVNULL) as server,
+        contextlib.ExitStack() as ends,
+    ):
+        ends.callback(server.kill)
+        assert serve._ready(server, url, 30) is not None
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            input=json.dumps(serve.arguments(url, str(model), asked, 4, out)) + "\n",
+            env=real,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
     assert done.stdout.strip() == "null", done.stderr[-2000:]
     load = serve.parse(out.read_text(), asked, 4)
     assert (load.requests, load.completed) == (8, 8)
