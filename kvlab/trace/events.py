@@ -28,8 +28,8 @@ class Args(msgspec.Struct, gc=False):
 
     correlation: int = -1
     external: int = msgspec.field(default=-1, name="External id")
-    grid: tuple[int, ...] | None = None
-    block: tuple[int, ...] | None = None
+    grid: msgspec.Raw = msgspec.Raw()
+    block: msgspec.Raw = msgspec.Raw()
     stream: int | None = None
     name: str | None = None
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
@@ -233,12 +233,12 @@ def _lenient(raw: dict[str, Any]) -> Event:
         args=Args(
             correlation=int(_number(args.get("correlation"), -1)),
             external=int(_number(args.get("External id"), -1)),
-            grid=_dims(args.get("grid")),
-            block=_dims(args.get("block")),
+            grid=_raw(args, "grid"),
+            block=_raw(args, "block"),
             stream=int(_number(args["stream"], 0)) if "stream" in args else None,
             name=_text(args.get("name")),
-            dims=msgspec.Raw(msgspec.json.encode(args["Input Dims"]) if "Input Dims" in args else b""),
-            types=msgspec.Raw(msgspec.json.encode(args["Input type"]) if "Input type" in args else b""),
+            dims=_raw(args, "Input Dims"),
+            types=_raw(args, "Input type"),
         )
         if isinstance(args, dict)
         else None,
@@ -265,7 +265,5 @@ def _number(value: Any, default: float) -> float:
     return number if abs(number) < float("inf") else default
 
 
-def _dims(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, (list, tuple)) and all(isinstance(v, int) for v in value):
-        return tuple(value)
-    return None
+def _raw(args: dict[str, Any], key: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(args[key]) if key in args else b"")

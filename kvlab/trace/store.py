@@ -148,7 +148,8 @@ class _Ids(dict):
 
 
 _ts, _dur, _name, _cat = attrgetter("ts"), attrgetter("dur"), attrgetter("name"), attrgetter("cat")
-_track, _args, _corr = attrgetter("pid", "tid"), attrgetter("args"), attrgetter("correlation")
+_pid, _tid = attrgetter("pid"), attrgetter("tid")
+_args, _corr = attrgetter("args"), attrgetter("correlation")
 
 
 class Builder:
@@ -170,45 +171,54 @@ class Builder:
         if None in cats:
             # Tools that rewrite traces drop `cat`: a launch shape or a stream says what ran on the GPU.
             bare = [(e, e.args or _NONE) for e in batch if e.cat is None and e.ph == "X"]
-            self._add_kernels([e for e, a in bare if a.grid or a.stream is not None])
+            self._add_kernels([e for e, a in bare if len(a.grid) or a.stream is not None])
 
     def _add_kernels(self, events: list[Event]) -> None:
-        events.sort(key=_ts)
-        args = _arguments(events)
-        k = self.kernels
-        names = array("i", map(self.names.__getitem__, map(_name, events)))
-        k.start.extend(map(_ts, events))
-        k.dur.extend(map(_dur, events))
-        k.name.extend(names)
-        k.track.extend(map(self.tracks.__getitem__, map(_track, events)))
-        k.corr.extend(_int64(list(map(_corr, args))))
+        if not events:
+            return
+        args = self._add_common(self.kernels, events)
+        names = self.kernels.name[-len(events) :]
         if len(self._shaped) < len(self.names):
             # Launch shapes matter for what may cast a pool alone, and cost the most to keep.
             new = list(self.names)[len(self._shaped) :]
             self._shaped += [classify(n).role in ("cast", "fp4") for n in new]
-        first = len(k.config)
-        k.config.frombytes(bytes(len(events) * k.config.itemsize))
+        config = array("i", bytes(len(events) * names.itemsize))
         for i in compress(range(len(events)), map(self._shaped.__getitem__, names)):
-            k.config[first + i] = self.configs[args[i].grid, args[i].block]
+            config[i] = self.configs[_launch(args[i].grid), _launch(args[i].block)]
+        self.kernels.config.extend(config)
 
     def _add_host(self, events: list[Event]) -> None:
+        if not events:
+            return
+        first = len(self.host)
+        args = self._add_common(self.host, events)
+        kinds = list(map(HOST.__getitem__, map(_cat, events)))
+        self.host.kind.fromlist(kinds)
+        if max(kinds) >= NOTE:
+            for i, kind in enumerate(kinds):
+                if kind >= NOTE:
+                    self.host.corr[first + i] = _int64([args[i].external])[0]
+        # Shapes matter for the casts alone; those of every operator would not fit a bounded memory.
+        for i in compress(range(len(events)), map(_COPIES.__contains__, map(_name, events))):
+            if len(args[i].dims):
+                self.host.shapes[first + i] = (_plain(args[i].dims), _plain(args[i].types))
+
+    def _add_common(self, columns: Kernels | HostEvents, events: list[Event]) -> list[Args]:
+        """Order the events and append what both kinds have; the events' arguments."""
         events.sort(key=_ts)
-        h = self.host
-        first = len(h)
         args = _arguments(events)
-        h.start.extend(map(_ts, events))
-        h.dur.extend(map(_dur, events))
-        h.kind.extend(map(HOST.__getitem__, map(_cat, events)))
-        h.name.extend(map(self.names.__getitem__, map(_name, events)))
-        h.track.extend(map(self.tracks.__getitem__, map(_track, events)))
-        h.corr.extend(_int64(list(map(_corr, args))))
-        for i, kind in enumerate(h.kind[first:]):
-            if kind >= NOTE:
-                h.corr[first + i] = _int64([args[i].external])[0]
-        for i, a in enumerate(args):
-            # Shapes matter for the casts alone; those of every operator would not fit a bounded memory.
-            if len(a.dims) and events[i].name in _COPIES:
-                h.shapes[first + i] = (_plain(a.dims), _plain(a.types))
+        # Lists of numbers at once: an array grows by an iterator's items one at a time.
+        columns.start.fromlist(list(map(_ts, events)))
+        columns.dur.fromlist(list(map(_dur, events)))
+        columns.name.fromlist(list(map(self.names.__getitem__, map(_name, events))))
+        columns.corr.extend(_int64(list(map(_corr, args))))
+        pids, tids = list(map(_pid, events)), list(map(_tid, events))
+        if len(set(pids)) == 1:
+            track = {tid: self.tracks[pids[0], tid] for tid in dict.fromkeys(tids)}
+            columns.track.fromlist(list(map(track.__getitem__, tids)))
+        else:
+            columns.track.fromlist(list(map(self.tracks.__getitem__, zip(pids, tids, strict=True))))
+        return args
 
     def order(self) -> int:
         """Order what there is by start; the number of events left out because they have no time."""
@@ -246,6 +256,14 @@ def _plain(raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return None
+
+
+def _launch(raw: msgspec.Raw) -> tuple[int, ...] | None:
+    """A grid or block, None where the trace has none or not whole numbers."""
+    found = _plain(raw) if len(raw) else None
+    if isinstance(found, list) and all(isinstance(n, int) for n in found):
+        return tuple(found)
+    return None
 
 
 def _int64(values: list[int]) -> array:

@@ -43,7 +43,7 @@ def plain(event):
         None if math.isnan(event.ts) else event.ts,
         event.dur,
         event.args.correlation if event.args else None,
-        event.args.grid if event.args else None,
+        json.loads(bytes(event.args.grid)) if event.args and len(event.args.grid) else None,
     )
 
 
@@ -58,7 +58,7 @@ def expected(raw):
         raw.get("ts"),
         raw.get("dur", 0.0),
         args.get("correlation", -1) if args is not None else None,
-        tuple(args["grid"]) if args is not None and "grid" in args else None,
+        args["grid"] if args is not None and "grid" in args else None,
     )
 
 
