@@ -21,6 +21,9 @@ from kvlab.book.pages import Page, pages
 from kvlab.errors import BadInput
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# jsonschema, which nbformat imports, builds a grammar for this optional checker, over a second each time;
+# a notebook's schema has no such format.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 _PROBE = """\
 import sys
 from IPython.display import display

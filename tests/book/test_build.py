@@ -116,21 +116,30 @@ def small(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """One built small book, copied by the tests that change it."""
-    book = Small(tmp_path_factory.mktemp("small"))
-    book.build()
-    return book
+def workplace(tmp_path_factory):
+    """Where the small book is built: the doctrees hold absolute paths, so it is changed in this one place."""
+    return tmp_path_factory.mktemp("small") / "here"
+
+
+@pytest.fixture(scope="module")
+def built(workplace, tmp_path_factory):
+    """One built small book; a copy of it stays as it was."""
+    workplace.mkdir()
+    Small(workplace).build()
+    kept = object.__new__(Small)
+    kept.root = tmp_path_factory.mktemp("kept") / "small"
+    shutil.copytree(workplace, kept.root)
+    return kept
 
 
 @pytest.fixture
-def again(built, tmp_path):
-    copy = object.__new__(Small)
-    copy.root = tmp_path / "copy"
-    shutil.copytree(built.root, copy.root)
-    # The doctrees hold absolute paths: a first build in the new place.
-    copy.build()
-    return copy
+def again(built, workplace):
+    """The built small book in its place, whatever a test before made of it."""
+    shutil.rmtree(workplace)
+    shutil.copytree(built.root, workplace)
+    here = object.__new__(Small)
+    here.root = workplace
+    return here
 
 
 def test_numbers_reach_every_place(built):
