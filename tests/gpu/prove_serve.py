@@ -12,6 +12,7 @@ same in every server. Run it where the installed kvlab is found, not in a checko
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,32 +194,47 @@ def one(asked: argparse.Namespace) -> int:
         "grammar_backend": "none",
         "log_level": "info",
     } | case.args
-    engine = sglang.Engine(**given)
+    with gpu(fcntl.LOCK_SH):
+        engine = sglang.Engine(**given)
     found["seconds_to_start"] = time.perf_counter() - started
     trigger = Path(os.environ["KVLAB_TEST_TRIGGER"])
+    found["started"] = running()
     try:
-        found["started"] = running()
-        found["first"] = [answer(engine, prompt(n), case.new_tokens) for n in LENGTHS]
-        if case.trigger:
-            trigger.touch()
-            time.sleep(1)
-        # From the radix cache: extend reads the pool.
-        found["again"] = [answer(engine, prompt(n), case.new_tokens) for n in LENGTHS]
-        longer = [*prompt(515), *prompt(130)]
-        found["longer"] = answer(engine, longer, case.new_tokens)
-        found["changed"] = answer(engine, prompt(515, changed=17), case.new_tokens)
-        if case.mixed:
-            found["mixed"] = mixed(engine)
-        time.sleep(2.5)
-        found["last"] = answer(engine, prompt(33), case.new_tokens)
-        time.sleep(0.5)
-        found["running"] = running()
+        with gpu(fcntl.LOCK_EX):
+            found["first"] = [answer(engine, prompt(n), case.new_tokens) for n in LENGTHS]
+            if case.trigger:
+                trigger.touch()
+                time.sleep(1)
+            # From the radix cache: extend reads the pool.
+            found["again"] = [answer(engine, prompt(n), case.new_tokens) for n in LENGTHS]
+            longer = [*prompt(515), *prompt(130)]
+            found["longer"] = answer(engine, longer, case.new_tokens)
+            found["changed"] = answer(engine, prompt(515, changed=17), case.new_tokens)
+            if case.mixed:
+                found["mixed"] = mixed(engine)
+            time.sleep(2.5)
+            found["last"] = answer(engine, prompt(33), case.new_tokens)
+            time.sleep(0.5)
+            found["running"] = running()
     finally:
         path.write_text(json.dumps(found) + "\n", encoding="utf-8")
         engine.shutdown()
     found["running_after_shutdown"] = running()
     path.write_text(json.dumps(found) + "\n", encoding="utf-8")
     return 0
+
+
+@contextlib.contextmanager
+def gpu(how: int) -> Iterator[None]:
+    """Servers start together, and each answers while no other does anything on this GPU.
+
+    Stock repeats itself only so: where several share a GPU, its copies to the device come late, and with the
+    overlap scheduler the host has by then planned the next step in the same pinned buffer.
+    """
+    name = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
+    with Path(f"/tmp/kvlab-gpu-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, how)
+        yield
 
 
 def answer(engine: Any, ids: list[int], new_tokens: int) -> dict[str, Any]:
