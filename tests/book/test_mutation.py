@@ -11,6 +11,7 @@ from .conftest import ROOT, kvlab
 
 PLOTTED = re.compile(r"<script.*?</script>|<details class=\"kv-data\">.*?</details>", re.S)
 CELL_NUMBER = re.compile(r'<span class="kv-n"[^>]*>[^<]*</span>')
+MEASURED = re.compile(r"allocated$|reserved$|device_used$|(?:peak|captured|scratch)_bytes$|bytes_avoided$")
 NUMBER = re.compile(
     r'<a class="kv-n reference internal" href="[^"]*#(?P<id>n-[^"]+)" title="(?P<title>[^"]*)">'
     r"(?P<shown>[^<]*)</a>"
@@ -20,15 +21,18 @@ NUMBER = re.compile(
 def scaled(x, at=(0,)):
     """Every recorded float by a factor of its own, so that ratios move too; integers are shapes and keys.
 
-    Whole nanoseconds are times all the same: what stands under a key that ends in _ns is scaled as well.
+    Whole nanoseconds and allocators' bytes are measured all the same: they are scaled by the names of their
+    keys. So are the decimals of log lines.
     """
     if isinstance(x, dict):
         return {k: scaled(v, (*at, k)) for k, v in x.items()}
     if isinstance(x, list):
         return [scaled(v, (*at, i)) for i, v in enumerate(x)]
     factor = 1.25 + sum(map(ord, "/".join(map(str, at)))) % 97 / 300
-    if type(x) is int and any(str(key).endswith("_ns") for key in at):
+    if type(x) is int and (any(str(key).endswith("_ns") for key in at) or MEASURED.search(str(at[-1]))):
         return round(x * factor)
+    if isinstance(x, str) and "lines" in at:
+        return re.sub(r"\d+\.\d+", lambda m: f"{float(m[0]) * factor:.2f}", x)
     return x * factor if isinstance(x, float) else x
 
 
