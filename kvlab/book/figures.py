@@ -213,19 +213,21 @@ def show_table(
     if len(specs) != len(columns) or any(len(r) != len(columns) for r in rows):
         raise BadInput(f"show_table: {len(columns)} columns, but formats or a row of another length")
 
-    def cell(x: Any, spec: str) -> str:
+    def cell(x: Any, spec: str, column: str) -> str:
+        # On a phone cells of wide text tables stand below each other, each behind its column's name.
+        label = f' data-label="{escape(column)}"'
         if isinstance(x, Value):
             kind = "kv-num" if not isinstance(x.value, str | bool) else "kv-text"
             title, shown = escape(describe(x)), escape(format(x, spec))
-            return f'<td class="{kind}"><span class="kv-n" title="{title}">{shown}</span></td>'
+            return f'<td class="{kind}"{label}><span class="kv-n" title="{title}">{shown}</span></td>'
         if isinstance(x, str):
-            return f"<td>{escape(x)}</td>"
+            return f"<td{label}>{escape(x)}</td>"
         if x is None:
-            return "<td>–</td>"
+            return f"<td{label}>–</td>"
         raise BadInput(f"show_table: {x!r} has no origin")
 
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
-    body = "".join("<tr>" + "".join(map(cell, r, specs)) + "</tr>" for r in rows)
+    body = "".join("<tr>" + "".join(map(cell, r, specs, columns)) + "</tr>" for r in rows)
     html = (
         '<div class="kv-scroll" tabindex="0" role="region" aria-label="table"><table class="table kv-table">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
