@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from kvlab.trace import Report, Trace
 
 FILES = typer.Argument(..., metavar="FILE...", help="Traces, .json or .json.gz; several are ranks.")
-BEFORE = typer.Argument(..., help="The trace before, .json or .json.gz.")
-AFTER = typer.Argument(..., help="The trace after.")
+BEFORE = typer.Argument(..., help="The trace before, .json or .json.gz; or a folder with one for each rank.")
+AFTER = typer.Argument(..., help="The trace after, likewise.")
 OUT = typer.Option(..., "--out", metavar="FOLDER", help="A new folder, e.g. data/recorded/NAME.")
 FOLDER = typer.Option(None, "--folder", help="A folder that the server can write and this process read.")
 JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else.")
@@ -64,11 +64,10 @@ def diff(
 ) -> None:
     """Compare two traces per step: by class and kernel, what appeared, what vanished."""
     from kvlab.trace import console
-    from kvlab.trace.diff import diff as compare
-    from kvlab.trace.report import slowest
+    from kvlab.trace.diff import diff_ranks
 
-    one, two = ([r for _, r in _reports(path, None, None)] for path in (before, after))
-    change = compare(slowest(one), slowest(two))
+    one, two = ([r for f in _files(path) for _, r in _reports(f, None, None)] for path in (before, after))
+    change = diff_ranks(one, two)
     if html:
         from kvlab.trace.page import write_diff
 
@@ -95,6 +94,9 @@ def record(
     ),
     folder: Path | None = FOLDER,
     timeout: float = typer.Option(300.0, "--timeout", help="Seconds to wait for the trace."),
+    api_key: str | None = typer.Option(
+        None, "--api-key", envvar="KVLAB_API_KEY", help="The key that the server was started with; not kept."
+    ),
     seed: int | None = typer.Option(
         None, "--seed", help="With --one-batch: draw the weights of --load-format dummy from this seed."
     ),
@@ -142,9 +144,22 @@ def record(
             patch=patch,
             folder=folder,
             timeout=timeout,
+            api_key=api_key,
         )
     for path in made:
         typer.echo(path)
+
+
+def _files(path: Path) -> list[Path]:
+    """The traces of a run: a file, or all in a folder."""
+    from kvlab.errors import BadInput
+
+    if not path.is_dir():
+        return [path]
+    found = sorted([*path.glob("*.trace.json.gz"), *path.glob("*.trace.json")])
+    if not found:
+        raise BadInput(f"{path}: no *.trace.json or *.trace.json.gz in this folder; name a trace")
+    return found
 
 
 def _reports(file: Path, bandwidth: float | None, sglang: str | None) -> "list[tuple[Trace, Report]]":

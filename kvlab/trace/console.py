@@ -125,6 +125,8 @@ def print_diff(change: Diff) -> None:
         shares = (f"{c.before_share:.1%}", f"{c.after_share:.1%}")
         table.add_row(cls, f"{c.before_ms:.3f}", f"{c.after_ms:.3f}", f"{c.delta_ms:+.3f}", *shares)
     console.print(table)
+    if change.ranks:
+        _print_rank_changes(console, change)
     table = Table("class", "before ms", "after ms", "change", "", Column("kernel", overflow="fold"))
     moved = [k for k in change.kernels if abs(k.delta_ms) >= 0.0005 or not (k.before_ms and k.after_ms)]
     for k in moved[:20]:
@@ -137,3 +139,24 @@ def print_diff(change: Diff) -> None:
         console.print(f"{left} kernels that changed less are in --json")
     for note in change.notes:
         console.print("note: " + note, markup=False)
+
+
+def _print_rank_changes(console: Console, change: Diff) -> None:
+    table = Table("rank", "step ms before", "after", "cast ms before", "after")
+    for r in change.ranks:
+        slow = [
+            word
+            for word, rank in (("before", change.before_rank), ("after", change.after_rank))
+            if rank == r.rank
+        ]
+        label = escape(r.rank) + (f" (slowest {' and '.join(slow)})" if slow else "")
+        times = (r.before_ms, r.after_ms, r.before_cast_ms, r.after_cast_ms)
+        table.add_row(label, *("-" if t is None else f"{t:.2f}" for t in times))
+    console.print(table)
+    spreads = [
+        f"{s:.1%} {word}"
+        for s, word in ((change.before_spread, "before"), (change.after_spread, "after"))
+        if s is not None
+    ]
+    if spreads:
+        console.print(f"slowest rank over fastest: {', '.join(spreads)}; all else is of the slowest ranks")

@@ -1,12 +1,13 @@
 """What changed between two traces, per decode step: by class, by kernel, what appeared and what vanished."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from kvlab.errors import BadInput
 from kvlab.trace.classes import ORDER
-from kvlab.trace.report import Report
+from kvlab.trace.report import Report, slowest, spread
 
 
 class Change(msgspec.Struct, kw_only=True, frozen=True):
@@ -34,6 +35,16 @@ class KernelChange(msgspec.Struct, kw_only=True, frozen=True):
     after_launches: float
 
 
+class RankChange(msgspec.Struct, kw_only=True, frozen=True):
+    """One rank's step and its full-pool casts, milliseconds; None on the side that has no such rank."""
+
+    rank: str
+    before_ms: float | None
+    after_ms: float | None
+    before_cast_ms: float | None
+    after_cast_ms: float | None
+
+
 class Diff(msgspec.Struct, kw_only=True, frozen=True):
     """Two reports compared."""
 
@@ -59,6 +70,11 @@ class Diff(msgspec.Struct, kw_only=True, frozen=True):
     kv_cast_gone: bool | None
     """The full-pool cast was there before and is not after; None where it was not there before."""
     notes: list[str]
+    ranks: list[RankChange] = []
+    """Every rank, where a side has several; all else is of the slowest of each side."""
+    before_spread: float | None = None
+    """(slowest - fastest) / fastest step of the ranks, None for one."""
+    after_spread: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types, as `--json` prints them."""
@@ -94,6 +110,42 @@ def diff(before: Report, after: Report) -> Diff:
         kv_cast_gone=None if before.kv_cast is None else after.kv_cast is None,
         notes=_notes(before, after),
     )
+
+
+def diff_ranks(before: Sequence[Report], after: Sequence[Report]) -> Diff:
+    """Compare two runs of one or several ranks: the slowest of each side, and every rank by its name.
+
+    Raises BadInput where the slowest of a side has no decode step.
+    """
+    change = diff(slowest(before), slowest(after))
+    if len(before) == len(after) == 1:
+        return change
+    old, new = ({r.rank: r for r in side} for side in (before, after))
+    notes = list(change.notes)
+    if old.keys() != new.keys():
+        notes.append(f"the ranks differ: {', '.join(old)} before, {', '.join(new)} after")
+    return msgspec.structs.replace(
+        change,
+        notes=notes,
+        ranks=[
+            RankChange(
+                rank=name,
+                before_ms=old[name].step_ms if name in old else None,
+                after_ms=new[name].step_ms if name in new else None,
+                before_cast_ms=_cast_ms(old.get(name)),
+                after_cast_ms=_cast_ms(new.get(name)),
+            )
+            for name in dict.fromkeys([*old, *new])
+        ],
+        before_spread=spread(before),
+        after_spread=spread(after),
+    )
+
+
+def _cast_ms(r: Report | None) -> float | None:
+    if r is None:
+        return None
+    return r.kv_cast.ms_per_step if r.kv_cast else 0.0
 
 
 def _overlap(r: Report) -> float:

@@ -109,6 +109,8 @@ def write_diff(path: str | Path, change: Diff) -> None:
         f"{change.speedup:.2f} times as fast.</p>"
     )
     parts = [("", text), ("By class", figures.waterfall(change)), ("By kernel", _changes(change))]
+    if change.ranks:
+        parts.insert(2, ("By rank", _rank_changes(change)))
     write(path, "before and after", parts)
 
 
@@ -173,3 +175,22 @@ def _changes(d: Diff) -> str:
     )
     head = "<tr><th>kernel</th><th>class</th><th>before ms</th><th>after ms</th><th>change</th><th></th></tr>"
     return f"<table>{head}{rows}</table>"
+
+
+def _rank_changes(d: Diff) -> str:
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    rows = "".join(
+        f"<tr><td>{html.escape(r.rank)}</td><td>{ms(r.before_ms)}</td><td>{ms(r.after_ms)}</td>"
+        f"<td>{ms(r.before_cast_ms)}</td><td>{ms(r.after_cast_ms)}</td></tr>"
+        for r in d.ranks
+    )
+    head = "<tr><th>rank</th><th>step ms before</th><th>after</th><th>cast ms before</th><th>after</th></tr>"
+    spreads = [
+        f"{s:.1%} {word}"
+        for s, word in ((d.before_spread, "before"), (d.after_spread, "after"))
+        if s is not None
+    ]
+    said = f"<p>Slowest rank over fastest: {', '.join(spreads)}.</p>" if spreads else ""
+    return f"{said}<table>{head}{rows}</table>"

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -91,17 +91,18 @@ def from_server(
     patch: str | None = None,
     folder: Path | None = None,
     timeout: float = 300.0,
+    api_key: str | None = None,
 ) -> list[Path]:
     """Profile `steps` forward steps of the server at `url` while it decodes; return the traces in `out`.
 
     `requests` prompts of about `context` tokens are sent first so that it decodes (0: rely on its traffic),
     each for `tokens` new tokens. `folder`: where the server may write and this process can read (None: a
     temporary one, for a server on this host). `patch`: the KVLAB_PATCH the server was started with, which it
-    does not tell. `timeout` in seconds. Raises BadInput for a server that does not answer or writes no trace;
-    then nothing is left in `out`.
+    does not tell. `timeout` in seconds. `api_key`: what the server was started with; it is not kept.
+    Raises BadInput for a server that does not answer or writes no trace; then nothing is left in `out`.
     """
-    url = url.rstrip("/")
-    info = _server_info(url)
+    server = _Server(url.rstrip("/"), api_key)
+    info = _server_info(server)
     with _result(out) as made, tempfile.TemporaryDirectory(prefix="kvlab-trace-", dir=folder) as written:
         os.chmod(written, 0o777)  # the server may run as another user
         body = {
@@ -112,19 +113,19 @@ def from_server(
             "record_shapes": shapes,
             "profile_by_stage": False,
         }
-        with _load(url, requests, context, tokens, timeout):
+        with _load(server, requests, context, tokens, timeout):
             done = False
             try:
-                _post(f"{url}/start_profile", body, timeout)
-                files = _finished(Path(written), timeout, f"{url} wrote no trace in {timeout:.0f} s")
+                _post(server, "start_profile", body, timeout)
+                files = _finished(Path(written), timeout, f"{server.url} wrote no trace in {timeout:.0f} s")
                 done = True
             finally:
                 if not done:
-                    _stop(url)
+                    _stop(server)
         request = {**body, "output_dir": "", "requests": requests, "context": context, "tokens": tokens}
         if patch is not None:
             request["kvlab_patch_of_server"] = patch
-        return _keep(out, made, files, "server", request, info)
+        return _keep(out, made, files, "server", request, info, secret=api_key)
 
 
 def around_one_batch(
@@ -293,13 +294,17 @@ def _keep(
     patch: dict[str, Any] | None = None,
     results: Sequence[dict[str, Any]] = (),
     tries: Sequence[Try] = (),
+    secret: str | None = None,
 ) -> list[Path]:
     many = len({_shape(f) for f in files}) > 1
     names = [_name(file, many=many) for file in files]
     for file, name in zip(files, names, strict=True):
         shorten_paths(file, made / name, stack=stack)
+    origin = provenance.collect()
+    if secret:
+        origin = msgspec.structs.replace(origin, command=origin.command.replace(secret, "KEY"))
     recording = Recording(
-        provenance=provenance.collect(),
+        provenance=origin,
         how=how,
         request=request,
         server=info,
@@ -363,23 +368,44 @@ def _without_frames(lines: Iterable[bytes]) -> Iterator[bytes]:
     yield from event
 
 
-def _server_info(url: str) -> dict[str, Any]:
+class _Server(NamedTuple):
+    url: str
+    api_key: str | None
+
+    def request(self, path: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        return urllib.request.Request(f"{self.url}/{path}", data=data, headers=headers)
+
+
+def _server_info(server: _Server) -> dict[str, Any]:
     error: Exception | None = None
     for path in ("server_info", "get_server_info"):
         try:
-            with urllib.request.urlopen(f"{url}/{path}", timeout=30) as reply:
+            with urllib.request.urlopen(server.request(path), timeout=30) as reply:
                 info = json.load(reply)
         except (OSError, ValueError) as e:
             error = e
             if isinstance(e, urllib.error.HTTPError):
                 e.close()
+                if e.code in (401, 403):
+                    raise BadInput(_refused(server)) from None
             continue
         return {k: info[k] for k in _ARGS if isinstance(info, dict) and info.get(k) is not None}
     if isinstance(error, urllib.error.HTTPError):
         return {}
     raise BadInput(
-        f"--url: no SGLang server answers at {url} ({_why(error)}); give its address, e.g. http://127.0.0.1:30000"
+        f"--url: no SGLang server answers at {server.url} ({_why(error)}); "
+        "give its address, e.g. http://127.0.0.1:30000"
     )
+
+
+def _refused(server: _Server) -> str:
+    if server.api_key is None:
+        return f"--api-key: {server.url} asks for the key that it was started with; give it"
+    return f"--api-key: {server.url} does not take this key; give the one that it was started with"
 
 
 def _why(error: Exception | None) -> str:
@@ -387,19 +413,16 @@ def _why(error: Exception | None) -> str:
     return str(reason if reason is not None else error)
 
 
-def _post(url: str, body: dict[str, Any] | None, timeout: float) -> bytes:
-    request = urllib.request.Request(
-        url,
-        data=json.dumps(body).encode() if body is not None else b"",
-        headers={"Content-Type": "application/json"},
-        method="POST",
-    )
+def _post(server: _Server, path: str, body: dict[str, Any], timeout: float) -> bytes:
+    url = f"{server.url}/{path}"
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
+        with urllib.request.urlopen(server.request(path, body), timeout=timeout) as reply:
             return reply.read()
     except urllib.error.HTTPError as e:
         with e:
             text = e.read(500).decode("utf-8", "replace").strip()
+        if e.code in (401, 403):
+            raise BadInput(_refused(server)) from None
         raise BadInput(f"{url}: HTTP {e.code}: {text or e.reason}") from None
     except TimeoutError:
         raise BadInput(
@@ -412,16 +435,16 @@ def _post(url: str, body: dict[str, Any] | None, timeout: float) -> bytes:
         raise BadInput(f"{url}: {_why(e)}") from None
 
 
-def _stop(url: str) -> None:
+def _stop(server: _Server) -> None:
     """Leave no profiler running in a server that others use."""
     try:
-        _post(f"{url}/stop_profile", None, 60)
+        _post(server, "stop_profile", {}, 60)
     except BadInput as e:
         sys.stderr.write(f"kvlab: could not stop the profiler: {e}\n")
 
 
 @contextmanager
-def _load(url: str, requests: int, context: int, tokens: int, timeout: float) -> Iterator[None]:
+def _load(server: _Server, requests: int, context: int, tokens: int, timeout: float) -> Iterator[None]:
     """Keep the server decoding: returns once every request has its first token."""
     started = threading.Semaphore(0)
     failed: list[Exception] = []
@@ -433,11 +456,8 @@ def _load(url: str, requests: int, context: int, tokens: int, timeout: float) ->
             "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
             "stream": True,
         }
-        request = urllib.request.Request(
-            f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
+            with urllib.request.urlopen(server.request("generate", body), timeout=timeout) as reply:
                 reply.readline()
                 started.release()
                 while reply.read(65536):
@@ -451,9 +471,9 @@ def _load(url: str, requests: int, context: int, tokens: int, timeout: float) ->
         t.start()
     for _ in threads:
         if not started.acquire(timeout=timeout):
-            raise BadInput(f"{url}/generate: no token in {timeout:.0f} s")
+            raise BadInput(f"{server.url}/generate: no token in {timeout:.0f} s")
     if failed:
-        raise BadInput(f"{url}/generate: {_why(failed[0])}")
+        raise BadInput(f"{server.url}/generate: {_why(failed[0])}")
     yield
     for t in threads:
         t.join(timeout)

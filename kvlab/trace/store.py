@@ -147,6 +147,17 @@ class _Ids(dict):
         return number
 
 
+class _Launches(dict):
+    """Numbers of launch shapes by the text of (grid, block)."""
+
+    def __init__(self, configs: _Ids) -> None:
+        self._configs = configs
+
+    def __missing__(self, raw: tuple[bytes, bytes]) -> int:
+        self[raw] = number = self._configs[_launch(raw[0]), _launch(raw[1])]
+        return number
+
+
 _ts, _dur, _name, _cat = attrgetter("ts"), attrgetter("dur"), attrgetter("name"), attrgetter("cat")
 _pid, _tid = attrgetter("pid"), attrgetter("tid")
 _args, _corr = attrgetter("args"), attrgetter("correlation")
@@ -161,6 +172,7 @@ class Builder:
         self.events = 0
         self.configs[None, None]  # 0: not kept
         self._shaped: list[bool] = []
+        self._launches = _Launches(self.configs)
 
     def add(self, batch: list[Event]) -> None:
         """Keep what is needed of a batch."""
@@ -184,7 +196,7 @@ class Builder:
             self._shaped += [classify(n).role in ("cast", "fp4") for n in new]
         config = array("i", bytes(len(events) * names.itemsize))
         for i in compress(range(len(events)), map(self._shaped.__getitem__, names)):
-            config[i] = self.configs[_launch(args[i].grid), _launch(args[i].block)]
+            config[i] = self._launches[bytes(args[i].grid), bytes(args[i].block)]
         self.kernels.config.extend(config)
 
     def _add_host(self, events: list[Event]) -> None:
@@ -251,16 +263,16 @@ def _arguments(events: list[Event]) -> list[Args]:
     return [a or _NONE for a in args] if None in args else args
 
 
-def _plain(raw: msgspec.Raw) -> Any:
+def _plain(raw: msgspec.Raw | bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return None
 
 
-def _launch(raw: msgspec.Raw) -> tuple[int, ...] | None:
+def _launch(raw: bytes) -> tuple[int, ...] | None:
     """A grid or block, None where the trace has none or not whole numbers."""
-    found = _plain(raw) if len(raw) else None
+    found = _plain(raw) if raw else None
     if isinstance(found, list) and all(isinstance(n, int) for n in found):
         return tuple(found)
     return None

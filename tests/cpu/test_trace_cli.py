@@ -220,6 +220,39 @@ def test_diff_of_a_trace_with_itself_is_nothing(kvlab):
     assert {k["delta_ms"] for k in d["kernels"]} == {0}
 
 
+def test_diff_of_folders_compares_every_rank(kvlab, tmp_path):
+    for run in ("before", "after"):
+        (tmp_path / run).mkdir()
+        for tp in range(2):
+            data = raw()
+            del data["distributedInfo"]
+            # The second rank, and all of the second run, are faster throughout.
+            pace = (0.9 if tp else 1.0) * (0.5 if run == "after" else 1.0)
+            for e in data["traceEvents"]:
+                e.update({k: e[k] * pace for k in ("ts", "dur") if k in e})
+            (tmp_path / run / f"run-TP-{tp}.trace.json").write_text(json.dumps(data))
+    d = json.loads(kvlab("trace", "diff", tmp_path / "before", tmp_path / "after", "--json")[1])
+    assert [r["rank"] for r in d["ranks"]] == ["TP00", "TP01"]
+    assert (d["before_rank"], d["after_rank"]) == ("TP00", "TP00")
+    for side in ("before", "after"):
+        slow, fast = (r[f"{side}_ms"] for r in d["ranks"])
+        assert d[f"{side}_spread"] == pytest.approx((slow - fast) / fast)
+        assert d[f"{side}_step_ms"] == slow > fast
+        assert d[f"{side}_spread"] == pytest.approx(1 / 0.9 - 1, rel=0.001)
+    assert [r["before_cast_ms"] for r in d["ranks"]] == [pytest.approx(t, rel=0.001) for t in (66.47, 59.82)]
+    assert [r["after_cast_ms"] for r in d["ranks"]] == [pytest.approx(t, rel=0.001) for t in (33.23, 29.91)]
+    code, out, err = kvlab("trace", "diff", tmp_path / "before", tmp_path / "after" / "run-TP-0.trace.json")
+    assert (code, err) == (0, "")
+    assert "the ranks differ: TP00, TP01 before, TP00 after" in out
+    assert "slowest rank over fastest" in out
+    page = tmp_path / "diff.html"
+    kvlab("trace", "diff", tmp_path / "before", tmp_path / "after", "--html", page)
+    assert "TP01" in page.read_text()
+    (tmp_path / "none").mkdir()
+    code, _, err = kvlab("trace", "diff", tmp_path / "none", tmp_path / "after")
+    assert (code, "no *.trace.json" in err) == (2, True)
+
+
 def test_several_files_are_ranks(kvlab, tmp_path):
     for tp in range(2):
         data = raw()

@@ -27,9 +27,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, *, behave="well", ranks=1):
+    def __init__(self, *, behave="well", ranks=1, key=None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.behave, self.ranks = behave, ranks
+        self.behave, self.ranks, self.key = behave, ranks, key
         self.calls, self.profiles, self.prompts = [], [], []
         self.decoding = threading.Event()
         self.profiled = threading.Event()
@@ -50,8 +50,16 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def is_refused(self):
+        if not self.server.key or self.headers.get("Authorization") == f"Bearer {self.server.key}":
+            return False
+        self.reply(b'{"error": "Unauthorized"}', 401)
+        return True
+
     def do_GET(self):
         self.server.calls.append(self.path)
+        if self.is_refused():
+            return
         if self.path == "/server_info" and self.server.behave != "old":
             info = {
                 "version": "0.5.15.post1",
@@ -67,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         self.server.calls.append(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.is_refused():
+            return
         if self.path == "/generate":
             self.server.prompts.append(json.loads(body))
             self.send_response(200)
@@ -175,6 +185,22 @@ def test_a_server_that_gives_no_trace(server, said, kvlab, tmp_path):
     assert said in err
     assert "/stop_profile" in server.calls  # nothing left running in a server that others use
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("server", [{"key": "s3cret"}], indirect=True)
+def test_a_server_with_a_key(server, kvlab, tmp_path, monkeypatch):
+    url = ("--url", server.url)
+    monkeypatch.setattr("sys.argv", ["kvlab", "trace", "record", "--api-key", "s3cret"])
+    for key, said in (((), "asks for the key"), (("--api-key", "other"), "does not take this key")):
+        code, out, err = kvlab("trace", "record", *url, *key, "--out", tmp_path / "run")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"kvlab: --api-key: {server.url} {said}")
+        assert list(tmp_path.iterdir()) == []
+    code, _, err = kvlab("trace", "record", *url, "--api-key", "s3cret", "--out", tmp_path / "run")
+    assert (code, err) == (0, "")
+    for path in (tmp_path / "run").iterdir():
+        content = path.read_bytes()
+        assert b"s3cret" not in (gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
 def test_no_server_or_a_folder_that_exists(kvlab, tmp_path, server):
