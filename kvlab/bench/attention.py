@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from kvlab.bench.attention_results import (
+    ON_REQUEST,
     ROWS,
     WRONG_ABOVE,
     AttentionRun,
@@ -169,8 +170,9 @@ def measure(
     without a GPU, for an unknown row, or where a shape does not fit the pool.
     """
     lengths, heads = [list(n) for n in lengths], list(heads)
-    if unknown := [r for r in rows if r not in ROWS]:
-        raise BadInput(f"--only: expected names among {', '.join(ROWS)}, got {unknown[0]!r}")
+    known = ROWS | ON_REQUEST
+    if unknown := [r for r in rows if r not in known]:
+        raise BadInput(f"--only: expected names among {', '.join(known)}, got {unknown[0]!r}")
     for n in lengths:
         pages = sum(-(-length // FLASHMLA_PAGE) for length in n)
         if pages >= pool // FLASHMLA_PAGE:
@@ -278,7 +280,7 @@ def _prepare(
 ) -> None:
     """Fill the compilers' caches (flashinfer's nvcc, Triton's), a process a row and head count."""
     started = time.monotonic()
-    per_heads = [r for r in rows if r in ("fused", "fused_triton", "sglang_triton")]
+    per_heads = [r for r in rows if r in ("fused", "fused_triton", "fused_cuda", "sglang_triton")]
     tasks = [(r, h) for r in per_heads for h in heads]
     tasks += [(r, heads[0]) for r in rows if r not in per_heads]
     command = [sys.executable, "-m", "kvlab.bench.attention"]

@@ -19,6 +19,8 @@ ROWS = {
     "sglang_triton": "SGLang's Triton decode over FP8 rows (Q rounded to FP8)",
     "flashmla_fp8": "FlashMLA over FP8 rows, pages of 64 (Q rounded to FP8)",
 }
+# Measured on request alone (`--only`): `fused` is one of them at each shape.
+ON_REQUEST = {"fused_cuda": "kvlab's decode, the CUDA kernels"}
 # Alternatives as accurate as BF16 attention: what a fused kernel has to beat.
 ACCURATE = ("gather", "shadow", "native_fp8_fa3", "native_fp8_fa2")
 OURS = ("fused", "fused_triton")

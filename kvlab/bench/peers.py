@@ -113,6 +113,10 @@ def fused_triton(p: Problem) -> Call:
     return fused(p, "triton")
 
 
+def fused_cuda(p: Problem) -> Call:
+    return fused(p, "cuda")
+
+
 def control_bf16(p: Problem) -> Call:
     run = _flashinfer(p, "fa3", torch.bfloat16)
     return lambda layer: run(p.wide[layer])
@@ -234,6 +238,7 @@ BUILDERS: dict[str, Callable[[Problem], Call]] = {
         shadow,
         fused,
         fused_triton,
+        fused_cuda,
         control_bf16,
         native_fp8_fa3,
         native_fp8_fa2,

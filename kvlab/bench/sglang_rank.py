@@ -115,10 +115,15 @@ class Rank:
         return Batch(batch, token, logits, reqs)
 
     def decode(self, batch: Batch) -> None:
-        """One step: prepare, replay (or run), sample greedily."""
+        """One step: prepare, replay (or run), sample greedily, and wait for the token, as a server does.
+
+        Without waiting the host runs ahead and flashinfer's next plan overwrites the pinned memory that an
+        earlier one is still to be copied from: steps then read plans of later steps.
+        """
         from sglang.benchmark import one_batch
 
         batch.token, batch.logits = one_batch.decode(batch.token, batch.batch, self.runner)
+        torch.cuda.synchronize()
 
     def start_at(self, batch: int, context: int) -> Batch:
         """`batch` requests of `context` tokens each, all but the last few of them cached already."""
@@ -252,20 +257,19 @@ def fill(buffers: Sequence[torch.Tensor], slots: torch.Tensor, dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds a step."""
+    """Milliseconds a step; `replay`: of the step's captured graph alone, None where there is none."""
 
     median: float
     low: float
     high: float
-    unwaited: float
+    replay: float | None
     steps: int
 
 
-def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8, unwaited: int = 16) -> Timed:
-    """Decode steps of `batch`: `warm_up` not timed, `steps` each waited for, `unwaited` waited for once."""
+def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Timed:
+    """`steps` decode steps of `batch`, each waited for, after `warm_up` that are not timed."""
     for _ in range(warm_up):
         rank.decode(batch)
-    torch.cuda.synchronize()
     times = []
     gc.collect()
     gc.disable()
@@ -273,19 +277,33 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8, unwait
         for _ in range(steps):
             start = time.perf_counter()
             rank.decode(batch)
-            torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e3)
-        start = time.perf_counter()
-        for _ in range(unwaited):
-            rank.decode(batch)
-        torch.cuda.synchronize()
-        followed = (time.perf_counter() - start) * 1e3 / unwaited
     finally:
         gc.enable()
     times.sort()
     quarter = len(times) // 4
     middle = (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
-    return Timed(middle, times[quarter], times[-1 - quarter], followed, len(times))
+    return Timed(middle, times[quarter], times[-1 - quarter], _replayed(rank), len(times))
+
+
+def _replayed(rank: Rank, times: int = 16) -> float | None:
+    """The last step's graph again and again: the GPU's part of a step, without the host's.
+
+    It writes the same rows to the same slots and reads the same plan, so nothing changes.
+    """
+    runner = getattr(rank.runner, "decode_cuda_graph_runner", None)
+    graphs = getattr(getattr(runner, "backend", None), "_graphs", {})
+    graph = graphs.get(getattr(runner, "_replay_graph_key", None))
+    if graph is None:
+        return None
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
 
 
 def profile(rank: Rank, batch: Batch, path: str, *, steps: int = 2) -> None:
@@ -293,9 +311,7 @@ def profile(rank: Rank, batch: Batch, path: str, *, steps: int = 2) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for _ in range(3):
         rank.decode(batch)
-    torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             rank.decode(batch)
-        torch.cuda.synchronize()
     profiler.export_chrome_trace(path)

@@ -16,8 +16,8 @@ from kvlab import dummy, models
 from kvlab.bench.step_results import STRATEGIES, StepRun, merge, read, write
 from kvlab.errors import BadInput
 
-# Steps decoded at each point: warm-up, waited for, not waited for.
-WARM_UP, STEPS, UNWAITED = 8, 32, 16
+# Steps decoded at each point: warm-up, timed.
+WARM_UP, STEPS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def control_pool(plan: Plan, pool: int) -> int:
 
     Its step does not depend on the pool, and a BF16 row takes twice the memory.
     """
-    tokens = WARM_UP + plan.steps + UNWAITED + 2 + plan.page_size
+    tokens = WARM_UP + plan.steps + 2 + plan.page_size
     needs = [b * (c + tokens) for b in plan.batches for c in plan.contexts]
     fit = [n for n in needs if n <= pool]
     unit = max(1024, plan.page_size)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvlab import provenance
 from kvlab.bench import step_results
-from kvlab.bench.step import UNWAITED, WARM_UP, Child
+from kvlab.bench.step import WARM_UP, Child
 from kvlab.bench.step_results import Process, Step, StepRun
 from kvlab.provenance import Provenance
 
@@ -32,7 +32,7 @@ def main() -> int:
     steps: list[Step] = []
     for batch, context in child.points:
         steps.append(point(rank, child, batch, context))
-        shown = steps[-1].reason or f"{steps[-1].step_ms:.3f} ms"
+        shown = steps[-1].reason or f"{steps[-1].step_ms:.3f} ms, {steps[-1].replay_ms or 0:.3f} replayed"
         print(f"{batch} x {context:,}: {shown}", flush=True)
         step_results.write(Path(child.out), run(rank, child, steps))
     if child.trace:
@@ -67,14 +67,12 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
         "step_ms": None,
         "captured_bytes": rank.memory["captured"]["device_used"],
     }
-    reason = rank.fits(batch, context, WARM_UP + child.steps + UNWAITED)
+    reason = rank.fits(batch, context, WARM_UP + child.steps)
     if reason:
         return Step(**known, reason=reason)
     try:
         torch.cuda.reset_peak_memory_stats()
-        found = timed(
-            rank, rank.start_at(batch, context), steps=child.steps, warm_up=WARM_UP, unwaited=UNWAITED
-        )
+        found = timed(rank, rank.start_at(batch, context), steps=child.steps, warm_up=WARM_UP)
     except torch.OutOfMemoryError as e:
         torch.cuda.empty_cache()
         return Step(**known, reason=f"out of memory: {str(e)[:80]}")
@@ -83,7 +81,7 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
         **known,
         low_ms=found.low,
         high_ms=found.high,
-        unwaited_ms=found.unwaited,
+        replay_ms=found.replay,
         steps=found.steps,
         served=served(),
         peak_bytes=torch.cuda.max_memory_allocated(),

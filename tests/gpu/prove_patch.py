@@ -135,7 +135,8 @@ def run_one(asked: argparse.Namespace) -> int:
         found.write()
     for batch, context in points:
         found.steps.append(point(rank, child, batch, context))
-        say(f"{batch} x {context:,}: {found.steps[-1].step_ms} ms {found.steps[-1].reason}")
+        said = found.steps[-1]
+        say(f"{batch} x {context:,}: {said.step_ms} ms, {said.replay_ms} replayed {said.reason}")
         found.write()
     rank.snapshot("served")
     found.write()

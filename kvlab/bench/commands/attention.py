@@ -104,7 +104,7 @@ def _show(run: "AttentionRun") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvlab.bench.attention_results import ROWS
+    from kvlab.bench.attention_results import ON_REQUEST, ROWS
 
     wide = Console(width=170)
     wide.print(
@@ -115,7 +115,7 @@ def _show(run: "AttentionRun") -> None:
         wide.print(f"fused is fused_triton here: {run.why_not_cuda}")
     for heads in dict.fromkeys(s.heads for s in run.shapes):
         table = Table(title=f"{heads} heads: us a layer, L2 flushed in brackets, relative error")
-        names = [n for n in ROWS if any(n in s.results for s in run.shapes)]
+        names = [n for n in ROWS | ON_REQUEST if any(n in s.results for s in run.shapes)]
         table.add_column("batch x context")
         table.add_column("limit", justify="right")
         for name in names:
