@@ -176,7 +176,7 @@ def around_one_batch(
             "seed": seed,
             "patch": patch,
         }
-        tries = [] if nearest_share is None else _tries(files)
+        tries = [] if nearest_share is None else shares(files)
         if nearest_share is not None:
             request["nearest_share"] = nearest_share
             files = [_nearest(files, tries, nearest_share)]
@@ -206,7 +206,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
-def _tries(files: Sequence[Path]) -> list[Try]:
+def shares(files: Sequence[Path]) -> list[Try]:
+    """What share of each trace's GPU busy time its casts have; 0 where it has none. Raises BadInput."""
     from kvlab.trace import read, report
 
     found = []
@@ -233,9 +234,9 @@ def _nearest(files: Sequence[Path], tries: Sequence[Try], share: float) -> Path:
 
 
 def _shape(file: Path) -> tuple[int | None, int | None]:
-    """Batch size and prompt length, from the name that the one-batch benchmark gives a trace."""
-    found = re.search(r"_batch(\d+)_input(\d+)_", file.name)
-    return (int(found[1]), int(found[2])) if found else (None, None)
+    """Batch size and prompt length, from the name that the one-batch benchmark or `_name` gives a trace."""
+    found = re.search(r"_batch(\d+)_input(\d+)_|-b(\d+)-c(\d+)[-.]", file.name)
+    return (int(found[1] or found[3]), int(found[2] or found[4])) if found else (None, None)
 
 
 def _name(file: Path, *, many: bool) -> str:
