@@ -54,7 +54,9 @@ class Attempt:
         state, site, layer = self.state, self.site, self.layer
         rows = a_layer(pool)
         if rows.shape[-1] != layer.head_dim or self.q.dtype not in WIDE_DTYPES:
-            self.fell_back(f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries")
+            # A ragged prefill attends to its own wide rows, with heads of another width: nothing to cast.
+            if _has_metadata(self.backend, site):
+                self.fell_back(f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries")
             return
         self.facts = Facts(
             kind=site.kind,

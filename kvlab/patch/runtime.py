@@ -214,13 +214,11 @@ class Runtime:
                 return facts.fp8
         return None
 
-    def broke(self, strategy: str, error: BaseException) -> None:
+    def broke(self, strategy: str, error: BaseException, outcome: str = "stock served the call") -> None:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
             self._broken[strategy] = f"failed while serving: {one_line(error)}"
-            self.say(
-                f"{strategy} failed ({one_line(error)}); stock served the call, {strategy} is not used again"
-            )
+            self.say(f"{strategy} failed ({one_line(error)}); {outcome}, {strategy} is not used again")
         self.on_change(True)
 
     def write_refusal(self, state: BackendState, pool: Any, facts: Facts) -> str | None:
@@ -253,7 +251,7 @@ class Runtime:
         try:
             self.scratch.reserve(facts.device, self.lane(state, facts.kind), facts.layer_bytes)
         except torch.OutOfMemoryError as e:
-            self.broke("shadow", e)
+            self.broke("shadow", e, "no call was lost")
 
     def not_patched(self, sites: Sequence[Site], error: BaseException) -> None:
         """The patch broke while it was put in and was taken out again; strict mode does not serve so."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import types
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from rig.world import ForwardMode, World, fa3, flashinfer_mla
 
 from kvlab import patch
-from kvlab.patch import casts, hooks, selfcheck, write
+from kvlab.patch import api, casts, hooks, selfcheck, write
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.scratch import Scratch
 from kvlab.patch.sites import installed
@@ -261,3 +262,20 @@ def test_a_patch_that_breaks_inside_sglangs_import_does_not_break_the_import(mon
     with pytest.raises(SystemExit, match="half way"):
         hooks._patch_imported(strict, flashinfer_mla, sites, done, marked.append)
     assert originals() == before
+
+
+@pytest.mark.parametrize("use_ragged", [True, False])
+def test_a_ragged_prefill_with_other_heads_is_no_fallback(its, use_ragged):
+    batch = its.batch(ForwardMode.EXTEND, LENGTHS)
+    its.backend.forward_metadata = types.SimpleNamespace(use_ragged=use_ragged)
+    layer = types.SimpleNamespace(head_dim=256, layer_id=0)
+    q = torch.zeros(4, 256, dtype=torch.bfloat16)
+    site = next(s for s in installed().recognised if s.name == "flashinfer_mla.extend")
+    with patch.applied("exact"):
+        found = api._patch.runtime.call(
+            site, lambda *args: "stock's", its.backend, q, None, None, layer, batch
+        )
+        counters = patch.status()["counters"]
+    assert found == "stock's"
+    assert bool(counters["fallbacks"]) is not use_ragged
+    assert bool(counters["calls"]) is not use_ragged
