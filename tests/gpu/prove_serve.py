@@ -228,8 +228,8 @@ def one(asked: argparse.Namespace) -> int:
 def gpu(how: int) -> Iterator[None]:
     """Servers start together, and each answers while no other does anything on this GPU.
 
-    Stock repeats itself only so: where several share a GPU, its copies to the device come late, and with the
-    overlap scheduler the host has by then planned the next step in the same pinned buffer.
+    Stock repeats itself only so: of servers that answered at the same time on one GPU, two unpatched ones gave
+    other tokens from the first decode step after a prefill on, now and then.
     """
     name = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
     with Path(f"/tmp/kvlab-gpu-{name}.lock").open("w") as lock:
