@@ -212,7 +212,7 @@ def one(asked: argparse.Namespace) -> int:
             found["changed"] = answer(engine, prompt(515, changed=17), case.new_tokens)
             if case.mixed:
                 found["mixed"] = mixed(engine)
-            time.sleep(2.5)
+            time.sleep(2.1)
             found["last"] = answer(engine, prompt(33), case.new_tokens)
             time.sleep(0.5)
             found["running"] = running()
@@ -226,14 +226,17 @@ def one(asked: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def gpu(how: int) -> Iterator[None]:
-    """Servers start together, and each answers while no other does anything on this GPU.
+    """Servers start together, and each answers while no other does anything on its GPUs.
 
-    Stock repeats itself only so: of servers that answered at the same time on one GPU, two unpatched ones gave
-    other tokens from the first decode step after a prefill on, now and then.
+    Stock repeats itself only so: of two unpatched servers that answered at the same time on one GPU, some
+    answers differed from the first decode step after a prefill on. Its decode plan is copied from one pinned
+    buffer that the next plan overwrites, and nothing waits for the copy.
     """
-    name = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
-    with Path(f"/tmp/kvlab-gpu-{name}.lock").open("w") as lock:
-        fcntl.flock(lock, how)
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")
+    with contextlib.ExitStack() as held:
+        for name in sorted(ids):
+            lock = held.enter_context(Path(f"/tmp/kvlab-gpu-{name}.lock").open("w"))
+            fcntl.flock(lock, how)
         yield
 
 
@@ -478,46 +481,52 @@ def http(asked: argparse.Namespace) -> int:
     shutil.rmtree(run, ignore_errors=True)
     found: dict[str, Any] = {}
     try:
-        for number, (name, (case, command)) in enumerate(servers.items()):
-            env = environment(case, name, out, plugin) | {"KVLAB_RUN_DIR": str(run)}
-            if name == "uninstalled":
-                env["PYTHONPATH"] = os.pathsep.join(
-                    p for p in env["PYTHONPATH"].split(os.pathsep) if "site-kvlab" not in p
-                )
-            port = base + 400 * number
-            flags = (
-                f"--model-path {asked.folder.resolve()} --attention-backend flashinfer --kv-cache-dtype "
-                f"fp8_e4m3 --max-total-tokens {POOL} --max-running-requests 16 --cuda-graph-max-bs 16 "
-                f"--mem-fraction-static 0.8 --grammar-backend none --port {port}"
-            ).split()
-            with (out / f"{name}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, *command, *flags],
-                    env=env,
-                    cwd="/tmp",
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            live[name] = (process, f"http://127.0.0.1:{port}")
-        for name, (process, url) in live.items():
-            found[name] = {"url": url, "ready": wait_ready(process, url, 130)}
-            print(name, found[name], flush=True)
-        os.environ["KVLAB_RUN_DIR"] = str(run)
-        asked_off = ["--url", live["off"][1]]
-        found["off"]["verify"] = kvlab("patch", "verify", *asked_off, "--save", str(out / "before.json"))
-        for name, (_, url) in live.items():
-            to = ["--url", url]
-            found[name]["status_words"] = kvlab("patch", "status", *to)
-            found[name]["status"] = kvlab("patch", "status", *to, "--json")
-            if name != "off":
-                against = ["--against", str(out / "before.json"), "--json"]
-                found[name]["verify"] = kvlab("patch", "verify", *to, *against)
-            (out / "http.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        found["other_host"] = kvlab("patch", "status", "--url", "http://127.0.0.1:1")
+        with gpu(fcntl.LOCK_SH):
+            for number, (name, (case, command)) in enumerate(servers.items()):
+                env = environment(case, name, out, plugin) | {"KVLAB_RUN_DIR": str(run)}
+                if name == "uninstalled":
+                    env["PYTHONPATH"] = os.pathsep.join(
+                        p for p in env["PYTHONPATH"].split(os.pathsep) if "site-kvlab" not in p
+                    )
+                port = base + 400 * number
+                flags = (
+                    f"--model-path {asked.folder.resolve()} --attention-backend flashinfer --kv-cache-dtype "
+                    f"fp8_e4m3 --max-total-tokens {POOL} --max-running-requests 16 --cuda-graph-max-bs 16 "
+                    f"--mem-fraction-static 0.8 --grammar-backend none --port {port}"
+                ).split()
+                with (out / f"{name}.log").open("wb") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, *command, *flags],
+                        env=env,
+                        cwd="/tmp",
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                live[name] = (process, f"http://127.0.0.1:{port}")
+            for name, (process, url) in live.items():
+                found[name] = {"url": url, "ready": wait_ready(process, url, 130)}
+                print(name, found[name], flush=True)
+        with gpu(fcntl.LOCK_EX):
+            os.environ["KVLAB_RUN_DIR"] = str(run)
+            asked_off = ["--url", live["off"][1]]
+            found["off"]["verify"] = kvlab("patch", "verify", *asked_off, "--save", str(out / "before.json"))
+            found["off"]["verify_again"] = kvlab(
+                "patch", "verify", *asked_off, "--against", str(out / "before.json"), "--json"
+            )
+            for name, (_, url) in live.items():
+                to = ["--url", url]
+                found[name]["status_words"] = kvlab("patch", "status", *to)
+                found[name]["status"] = kvlab("patch", "status", *to, "--json")
+                if name != "off":
+                    against = ["--against", str(out / "before.json"), "--json"]
+                    found[name]["verify"] = kvlab("patch", "verify", *to, *against)
+                (out / "http.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            found["other_host"] = kvlab("patch", "status", "--url", "http://127.0.0.1:1")
     finally:
-        for name, (process, _) in live.items():
+        for process, _ in live.values():
             process.send_signal(signal.SIGTERM)
+        for name, (process, _) in live.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             code = process.poll()
@@ -535,7 +544,7 @@ def wait_ready(process: subprocess.Popen[bytes], url: str, seconds: float) -> fl
 
     start = time.perf_counter()
     while time.perf_counter() - start < seconds and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health_generate", timeout=5) as a:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health_generate", timeout=20) as a:
             if a.status == 200:
                 return time.perf_counter() - start
         time.sleep(0.5)
