@@ -5,11 +5,19 @@ from kernel_inputs import UNTOUCHED, Case, bits, stock_bits, untouched
 
 from kvlab.kernels import reference
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.cast import Tuning, gather_cast, map_workspace, shadow_cast, slot_map
+from kvlab.kernels.cast import (
+    Tuning,
+    gather_cast,
+    list_for,
+    map_workspace,
+    shadow_cast,
+    slot_list,
+    slot_map,
+)
 
 
 def check_shadow(
-    rows: torch.Tensor, case: Case, dtype: torch.dtype, *, mapped: bool = False, cut: Tuning | None = None
+    rows: torch.Tensor, case: Case, dtype: torch.dtype, *, listed: bool = False, cut: Tuning | None = None
 ) -> None:
     """Active slots as stock casts them; every other byte of the buffer as it was."""
     flat = rows.view(rows.shape[0], -1)
@@ -17,7 +25,8 @@ def check_shadow(
     expected = bits(shadow).view(flat.shape)
     active = case.active.distinct(case.num_slots)
     expected[active] = stock_bits(flat, dtype)[active]
-    got = shadow_cast(rows, shadow, slot_map(case.active, case.num_slots) if mapped else case.active, cut=cut)
+    source = slot_list(case.active, list_for(case.num_slots, rows.device)) if listed else case.active
+    got = shadow_cast(rows, shadow, source, cut=cut)
     assert got is shadow
     assert torch.equal(bits(shadow).view(flat.shape), expected)
 

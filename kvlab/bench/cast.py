@@ -2,21 +2,34 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from kvlab.bench.copies import scatter, stream
-from kvlab.bench.results import CastRun, Copy, Cut, MapTiming, Replay, Shape, Timing
+from kvlab.bench.results import CastRun, Copy, Cut, InLoop, MapTiming, Replay, Shape, Shared, Timing
 from kvlab.bench.timing import flusher, graph_us, replay_us
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.cast import Tuning, gather_cast, map_workspace, shadow_cast, slot_map, tuning
+from kvlab.kernels.cast import (
+    Tuning,
+    gather_cast,
+    list_for,
+    map_workspace,
+    shadow_cast,
+    slot_list,
+    slot_map,
+    tuning,
+)
 from kvlab.provenance import collect
 
 FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = (100, 1_000, 10_000, 100_000, 131_072)
 ORDERS = ("sequential", "random")
+PAGE_SIZES = (1, 16, 64, 128)
+SHARED = ((64, 2_048), (64, 8_192), (16, 100_000))
+MAP_TOKENS = (1_000, 10_000, 100_000)
 REPLAY_TOKENS = (0, 100, 1_000, 10_000, 50_000, 100_000, 200_000, 400_000)
 
 
@@ -71,9 +84,13 @@ class _Bench:
         exact = bool((got[at] == self.expected(1, at)).all() and (got[others] == _SENTINEL).all())
         results["shadow"] = self.timed(slots, lambda r: shadow_cast(r, self.out, active), exact)
 
-        for page_size in (1, 64):
-            if page_size == 64 and order == "random":
-                continue
+        listed = slot_list(active, list_for(self.slots, self.device))
+        self.out.view(torch.int16).fill_(_SENTINEL)
+        shadow_cast(self.rows[1], self.out, listed)
+        exact = bool((got[at] == self.expected(1, at)).all() and (got[others] == _SENTINEL).all())
+        results["shadow_list"] = self.timed(slots, lambda r: shadow_cast(r, self.out, listed), exact)
+
+        for page_size in PAGE_SIZES if order == "sequential" else (1,):
             tables = self.paged(active, page_size)
             self.out.view(torch.int16).fill_(_SENTINEL)
             shadow_cast(self.rows[1], self.out, tables)
@@ -149,13 +166,67 @@ class _Bench:
         """`slot_map` of two requests that share half of their slots."""
         found = []
         for n in tokens:
-            half = torch.randperm(self.slots, device=self.device, dtype=torch.int32)[: n // 2]
-            indptr = torch.tensor([0, n // 2, 2 * (n // 2)], dtype=torch.int32, device=self.device)
-            active = ActiveSlots.ragged(torch.cat([half, half]), indptr)
+            active = self.sharing(2, n // 2)
             ws = map_workspace(active, self.slots)
             us = graph_us([lambda a=active, w=ws: slot_map(a, self.slots, w)] * 10)
             found.append(MapTiming(tokens=n, distinct=ws.count.item(), us=us))
         return found
+
+    def lists(self, tokens: Sequence[int]) -> list[MapTiming]:
+        """`slot_list` of the same requests."""
+        found = []
+        memory = list_for(self.slots, self.device)
+        for n in tokens:
+            active = self.sharing(2, n // 2)
+            us = graph_us([lambda a=active: slot_list(a, memory)] * 10)
+            found.append(MapTiming(tokens=n, distinct=memory.count.item(), us=us))
+        return found
+
+    def sharing(self, requests: int, prefix: int) -> ActiveSlots:
+        """Requests that read the same `prefix` tokens, slots in random order."""
+        one = torch.randperm(self.slots, device=self.device, dtype=torch.int32)[:prefix]
+        steps = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
+        return ActiveSlots.ragged(one.repeat(requests), steps * prefix)
+
+    def shared(self, requests: int, prefix: int) -> list[Shared]:
+        """Their cast from the tables as they are, from a page table, and from the step's list."""
+        active = self.sharing(requests, prefix)
+        each = torch.full((requests,), prefix, dtype=torch.int32, device=self.device)
+        ways = {
+            "tables": active,
+            "pages": ActiveSlots.paged(active.table.view(requests, prefix), each, 1),
+            "list": slot_list(active, list_for(self.slots, self.device)),
+        }
+        at = active.table[:prefix].long()
+        got, found = self.out.view(torch.int16), []
+        for how, source in ways.items():
+            got.fill_(_SENTINEL)
+            shadow_cast(self.rows[1], self.out, source)
+            exact = bool((got[at] == self.expected(1, at)).all())
+            us = None
+            if exact:
+                calls = [lambda r=r, s=source: shadow_cast(r, self.out, s) for r in self.rows[:16]]
+                us = graph_us(calls, flush=self.flush, replays=7)
+            found.append(Shared(requests=requests, prefix=prefix, how=how, cold_us=us, exact=exact))
+        return found
+
+    def in_loop(self, slots: int) -> InLoop:
+        """A layer is three small kernels, one after the other, with the cast before the last or without."""
+        active = self.active(slots, "random")
+        a, b = torch.zeros(2, 8192, device=self.device)
+
+        def pass_through(with_cast: bool) -> None:
+            for r in self.rows:
+                torch.add(a, 1, out=b)
+                torch.add(b, 1, out=a)
+                if with_cast:
+                    shadow_cast(r, self.out, active)
+                torch.add(a, 1, out=b)
+
+        with_it, without = (
+            graph_us([lambda w=w: pass_through(w)], flush=self.flush, replays=11) for w in (True, False)
+        )
+        return InLoop(slots=slots, us=(with_it - without) / len(self.rows))
 
     def replays(self, tokens: Sequence[int]) -> list[Replay]:
         """One graph, captured once at full capacity; only the lengths change."""
@@ -233,7 +304,10 @@ def measure(
         dtype=dtype,
         copies=copies,
         shapes=shapes,
-        maps=bench.maps([n for n in (1_000, 10_000, 100_000) if n <= pool]),
+        maps=bench.maps([n for n in MAP_TOKENS if n <= pool]),
+        lists=bench.lists([n for n in MAP_TOKENS if n <= pool]),
+        shared=[t for requests, prefix in SHARED if prefix <= pool for t in bench.shared(requests, prefix)],
+        in_loop=[bench.in_loop(n) for n in (100, 1_000, 10_000) if n <= pool],
         replays=bench.replays([n for n in REPLAY_TOKENS if n <= pool]),
         sweep=bench.sweep(candidates(), [n for n in (1_000, 10_000, 131_072) if n <= pool]) if sweep else [],
     )
@@ -250,5 +324,6 @@ def candidates() -> list[Tuning]:
         (512, 8, 8, 4),
         (256, 8, 8, 8),
     ]
-    found = [shipped, *(Tuning(*cut, native=shipped.native) for cut in others)]
-    return [*found, Tuning(shipped.lanes, shipped.unit, shipped.warps, shipped.grid, native=False)]
+    fields = ("lanes", "unit", "warps", "grid")
+    found = [replace(shipped, **dict(zip(fields, cut, strict=True))) for cut in others]
+    return [shipped, *found, replace(shipped, native=False)]

@@ -35,10 +35,27 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MapTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """`slot_map`, once a step."""
+    """`slot_map` or `slot_list`, once a step."""
 
     tokens: int
     distinct: int
+    us: float
+
+
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
+    """`requests` that all read the same `prefix` tokens; L2 flushed. `how`: what the cast was given."""
+
+    requests: int
+    prefix: int
+    how: str
+    cold_us: float | None
+    exact: bool
+
+
+class InLoop(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cast adds to a layer of small kernels that wait for each other, L2 flushed before each pass."""
+
+    slots: int
     us: float
 
 
@@ -76,3 +93,7 @@ class CastRun(msgspec.Struct, frozen=True, kw_only=True):
     maps: list[MapTiming]
     replays: list[Replay]
     sweep: list[Cut] = []
+    # `slot_list`, once a step, of the tokens that `maps` has.
+    lists: list[MapTiming] = []
+    shared: list[Shared] = []
+    in_loop: list[InLoop] = []

@@ -1,8 +1,9 @@
 """How do only the active slots of a layer become BF16 or FP16? Two outputs, one kernel.
 
 `shadow_cast` writes each active slot to its own place in a pool-shaped buffer, so indices and page tables
-stay. `gather_cast` writes compact rows, each distinct slot once; `slot_map` finds them and the new indices
-once a step.
+stay; given a `slot_list`, made once a step, it takes each distinct slot once, in the pool's order.
+`gather_cast` writes compact rows, each distinct slot once; `slot_map` finds them and the new indices once a
+step.
 
 How many slots there are is read on the device and the grid is fixed: a captured CUDA graph does work in
 proportion to the lengths it is replayed with. Nothing else is written or, past the index buffers, read. Both
@@ -19,6 +20,7 @@ from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
 from kvlab.kernels.chip import chip
+from kvlab.kernels.slot_list import SlotList, list_for, slot_list
 from kvlab.kernels.slot_map import (
     MapWorkspace,
     SlotMap,
@@ -31,12 +33,15 @@ from kvlab.kernels.widen import widen
 
 __all__ = [
     "MapWorkspace",
+    "SlotList",
     "SlotMap",
     "Tuning",
     "compact_rows",
     "gather_cast",
+    "list_for",
     "map_workspace",
     "shadow_cast",
+    "slot_list",
     "slot_map",
     "tuning",
 ]
@@ -47,6 +52,7 @@ class Tuning:
     """How the cast is cut: `lanes` x `unit` bytes are read at once by a program of `warps`.
 
     `grid` programs an SM walk over the work; `native` uses the chip's FP8 conversions rather than integers.
+    Few rows are read by twice `least` bytes a lane, even fewer by `least`.
     """
 
     lanes: int
@@ -54,6 +60,7 @@ class Tuning:
     warps: int
     grid: int
     native: bool
+    least: int = 4
 
 
 def tuning(device: torch.device, *, paged: bool) -> Tuning:
@@ -113,6 +120,45 @@ def _rows(
 
 
 @triton.jit
+def _tile(LANES: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr):
+    """A tile's row and bytes of each lane, and how many whole rows it holds."""
+    UNITS: tl.constexpr = WIDTH // UNIT
+    ROWS: tl.constexpr = LANES // UNITS
+    lane = tl.arange(0, LANES)
+    column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    return lane // UNITS, column, ROWS
+
+
+@triton.jit
+def _once(
+    rows,
+    out,
+    entry,
+    position,
+    live,
+    filled,
+    row_stride,
+    out_stride,
+    num_slots,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FILLED: tl.constexpr,
+    COMPACT: tl.constexpr,
+    E5M2: tl.constexpr,
+    BF16: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Few rows: one tile a program, whose entries are there already."""
+    _, column, _ = _tile(LANES, WIDTH, UNIT)
+    slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
+    x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
+    y = widen(x, E5M2, BF16, NATIVE)
+    tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
+
+
+@triton.jit
 def _many(
     rows,
     out,
@@ -136,11 +182,7 @@ def _many(
     NATIVE: tl.constexpr,
 ):
     """Many rows: each program walks over its tiles, the rows of the next on their way while it writes one."""
-    UNITS: tl.constexpr = WIDTH // UNIT
-    ROWS: tl.constexpr = LANES // UNITS
-    lane = tl.arange(0, LANES)
-    row = lane // UNITS
-    column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    row, column, ROWS = _tile(LANES, WIDTH, UNIT)
     first = tl.program_id(0)
     step = tl.num_programs(0)
     if BATCH:
@@ -193,6 +235,7 @@ def kvlab_cast(
     WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     FEW_UNIT: tl.constexpr,
+    LEAST_UNIT: tl.constexpr,
     LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BATCH: tl.constexpr,
@@ -206,14 +249,11 @@ def kvlab_cast(
 
     BATCH 0: `table` is a list of slots or pages and `bounds[batch]` says how many; otherwise [batch, …] pages
     and `bounds` the lengths. `filled`: tokens of each page in the list. COMPACT: row i of the list to row i.
-    Few rows, at most one tile of `FEW_UNIT` bytes a lane for each program, go the shortest way.
+    Few rows, at most one tile for each program, go the shortest way, `FEW_UNIT` bytes a lane; and as few as
+    that allows `LEAST_UNIT`, so that more programs share them.
     """
-    UNITS: tl.constexpr = WIDTH // FEW_UNIT
-    ROWS: tl.constexpr = LANES // UNITS
-    lane = tl.arange(0, LANES)
-    row = lane // UNITS
-    column = (lane % UNITS)[:, None] * FEW_UNIT + tl.arange(0, FEW_UNIT)[None, :]
     first = tl.program_id(0)
+    row, _, ROWS = _tile(LANES, WIDTH, FEW_UNIT)
     if BATCH:
         request = tl.arange(0, BATCH)
         lengths = tl.load(bounds + request, mask=request < batch, other=0)
@@ -223,19 +263,18 @@ def kvlab_cast(
         count = 0
         entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
     else:
-        # The entries are read while their count is still on its way.
+        # The entries are read while their count is still on its way, both ways to lay them out.
         position = first * ROWS + row
         entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < limit), other=-1)
+        least_row, _, LEAST_ROWS = _tile(LANES, WIDTH, LEAST_UNIT)
+        least_position = first * LEAST_ROWS + least_row
+        is_least_row = (least_row < LEAST_ROWS) & (least_position < limit)
+        least_entry = tl.load(table + least_position // PAGE_SIZE, mask=is_least_row, other=-1)
         count = tl.minimum(tl.load(bounds + batch) * PAGE_SIZE, limit)
         lengths = 0
         tiles = (count + ROWS - 1) // ROWS
         live = (row < ROWS) & (position < count)
-    if tiles <= tl.num_programs(0):
-        slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
-        x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
-        y = widen(x, E5M2, BF16, NATIVE)
-        tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
-    else:
+    if tiles > tl.num_programs(0):
         _many(
             rows,
             out,
@@ -258,30 +297,93 @@ def kvlab_cast(
             BF16,
             NATIVE,
         )
+    elif BATCH:  # noqa: SIM114 -- decided at compile time: the next branch has no names then
+        _once(
+            rows,
+            out,
+            entry,
+            position,
+            live,
+            filled,
+            row_stride,
+            out_stride,
+            num_slots,
+            WIDTH,
+            FEW_UNIT,
+            LANES,
+            PAGE_SIZE,
+            FILLED,
+            COMPACT,
+            E5M2,
+            BF16,
+            NATIVE,
+        )
+    elif (count + LEAST_ROWS - 1) // LEAST_ROWS > tl.num_programs(0):
+        _once(
+            rows,
+            out,
+            entry,
+            position,
+            live,
+            filled,
+            row_stride,
+            out_stride,
+            num_slots,
+            WIDTH,
+            FEW_UNIT,
+            LANES,
+            PAGE_SIZE,
+            FILLED,
+            COMPACT,
+            E5M2,
+            BF16,
+            NATIVE,
+        )
+    else:
+        _once(
+            rows,
+            out,
+            least_entry,
+            least_position,
+            is_least_row & (least_position < count),
+            filled,
+            row_stride,
+            out_stride,
+            num_slots,
+            WIDTH,
+            LEAST_UNIT,
+            LANES,
+            PAGE_SIZE,
+            FILLED,
+            COMPACT,
+            E5M2,
+            BF16,
+            NATIVE,
+        )
 
 
 def shadow_cast(
     rows: torch.Tensor,
     shadow: torch.Tensor,
-    active: ActiveSlots | SlotMap,
+    active: ActiveSlots | SlotList,
     *,
     cut: Tuning | None = None,
 ) -> torch.Tensor:
-    """Cast the active slots of `rows` into their own places in `shadow`; nothing else is written.
+    """Cast the active slots of `rows` into their own places in `shadow`.
 
     rows [slots, row] or [slots, 1, row], FP8 e4m3fn or e5m2, row stride free; shadow of the same shape, BF16
-    or FP16. Given a `SlotMap`, slots that requests share are cast once (worth it where many are). Allocate
-    `shadow` zeroed: attention multiplies the tail of a last page by zero. Returns `shadow`.
+    or FP16. Nothing else is written. From tables, a slot is cast once for each request that reads it; given
+    the step's `SlotList`, once: so no sharing costs more than the pool. Allocate `shadow` zeroed: attention
+    multiplies the tail of a last page by zero. Returns `shadow`.
     """
     source = rows_2d("rows", rows)
     target = rows_2d("shadow", shadow, WIDE_DTYPES)
     expect("shadow", target, f"{list(source.shape)} as rows", sizes=tuple(source.shape), device=source.device)
-    if isinstance(active, SlotMap):
-        _check_map(active, source)
-        _launch(source, target, active, compact=False, cut=cut)
+    if isinstance(active, SlotList):
+        _check_list(active, source)
     else:
         check_table(active, source)
-        _launch(source, target, active, compact=False, cut=cut)
+    _launch(source, target, active, compact=False, cut=cut)
     return shadow
 
 
@@ -308,9 +410,14 @@ def gather_cast(
 def _check_map(found: SlotMap, rows: torch.Tensor) -> None:
     if not isinstance(found, SlotMap):
         raise BadInput(f"slot_map: expected what slot_map() returns, got {described(found)}")
+    _check_list(found, rows)
+
+
+def _check_list(found: SlotMap | SlotList, rows: torch.Tensor) -> None:
     if found.num_slots != rows.shape[0] or found.slots.device != rows.device:
+        name = "slot_map" if isinstance(found, SlotMap) else "active"
         raise BadInput(
-            f"slot_map: expected one of {rows.shape[0]} slots on {rows.device} as rows, "
+            f"{name}: expected one of {rows.shape[0]} slots on {rows.device} as rows, "
             f"got {found.num_slots} slots on {found.slots.device}"
         )
 
@@ -318,33 +425,33 @@ def _check_map(found: SlotMap, rows: torch.Tensor) -> None:
 def _launch(
     source: torch.Tensor,
     target: torch.Tensor,
-    active: ActiveSlots | SlotMap,
+    active: ActiveSlots | SlotMap | SlotList,
     *,
     compact: bool,
     cut: Tuning | None,
 ) -> None:
-    listed = isinstance(active, SlotMap)
-    paged = active.is_paged and not listed
+    filled, batch, paged, page_size = None, 0, False, 1
+    if isinstance(active, SlotList):
+        table, bounds, limit = active.slots, active.count, active.num_slots
+    elif isinstance(active, SlotMap):
+        table, bounds, limit, page_size = active.slots, active.count, active.rows, active.page_size
+        filled = active.slots_filled if active.is_paged else None
+    else:
+        table, bounds, batch, paged = active.table, active.bounds, active.batch, active.is_paged
+        page_size = active.page_size
+        limit = table.shape[1] * page_size if paged else table.numel()
+        if paged and not batch:
+            return
     cut = cut or tuning(source.device, paged=paged)
     width = source.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
-    few = min(unit, 8)
-    lanes = max(cut.lanes, triton.next_power_of_2(width // few))
-    if listed:
-        table, bounds, batch, limit = active.slots, active.count, 0, active.rows
-    elif paged:
-        table, bounds, batch = active.table, active.bounds, active.batch
-        limit = active.table.shape[1] * active.page_size
-    else:
-        table, bounds, batch, limit = active.table, active.bounds, active.batch, active.table.numel()
-    if paged and not batch:
-        return
+    least = min(unit, cut.least)
     kvlab_cast[(cut.grid * chip(source.device)[1],)](
         source if cut.native else source.view(torch.uint8),
         target,
         table,
         bounds,
-        active.slots_filled if listed else table,
+        table if filled is None else filled,
         source.stride(0),
         target.stride(0),
         table.stride(0) if paged else 0,
@@ -353,11 +460,12 @@ def _launch(
         limit,
         WIDTH=width,
         UNIT=unit,
-        FEW_UNIT=few,
-        LANES=lanes,
-        PAGE_SIZE=active.page_size,
+        FEW_UNIT=min(unit, 2 * least),
+        LEAST_UNIT=least,
+        LANES=max(cut.lanes, triton.next_power_of_2(width // least)),
+        PAGE_SIZE=page_size,
         BATCH=triton.next_power_of_2(batch) if paged else 0,
-        FILLED=listed and active.is_paged,
+        FILLED=filled is not None,
         COMPACT=compact,
         E5M2=source.dtype == torch.float8_e5m2,
         BF16=target.dtype == torch.bfloat16,

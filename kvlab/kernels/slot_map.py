@@ -373,7 +373,7 @@ def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None
 
 def check_table(active: ActiveSlots, rows: torch.Tensor | None = None) -> None:
     if not isinstance(active, ActiveSlots):
-        raise BadInput(f"active: expected ActiveSlots or a SlotMap, got {described(active)}")
+        raise BadInput(f"active: expected ActiveSlots or a SlotList, got {described(active)}")
     if rows is not None and active.device != rows.device:
         raise BadInput(f"active: expected tensors on {rows.device} as rows, got {active.device}")
     if active.table.numel() >= 2**30:

@@ -1,5 +1,6 @@
 """Triton on CUDA, plain torch elsewhere: the same casts either way, imported when first used."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ def on_device(device: torch.device) -> bool:
     return device.type == "cuda" or INTERPRET
 
 
-def shadow(rows: torch.Tensor, out: torch.Tensor, active: ActiveSlots) -> torch.Tensor:
-    """Active rows to their own places in `out`, which is shaped as `rows`."""
+def shadow(rows: torch.Tensor, out: torch.Tensor, active: Any) -> torch.Tensor:
+    """Active rows, of tables or of a `slot_list`, to their own places in `out`, which is shaped as `rows`."""
     if on_device(rows.device):
         from kvlab.kernels import cast
 
@@ -25,6 +26,18 @@ def shadow(rows: torch.Tensor, out: torch.Tensor, active: ActiveSlots) -> torch.
     from kvlab.kernels import reference
 
     return reference.shadow_cast(rows, out, active)
+
+
+def slot_list(tables: Sequence[ActiveSlots], slots: int, last: Any = None) -> Any:
+    """The distinct slots of these tables, or None where no kernel can list them. `last`: a list to refill."""
+    device = tables[0].device
+    if not on_device(device):
+        return None
+    from kvlab.kernels import slot_list as lists
+
+    if last is None or last.num_slots != slots or last.slots.device != device:
+        last = lists.list_for(slots, device)
+    return lists.slot_list(tables[0], last, *tables[1:])
 
 
 @dataclass

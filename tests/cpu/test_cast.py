@@ -26,8 +26,10 @@ from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.cast import (
     compact_rows,
     gather_cast,
+    list_for,
     map_workspace,
     shadow_cast,
+    slot_list,
     slot_map,
 )
 
@@ -69,7 +71,7 @@ def test_every_code_widens_as_stock(fmt, dtype, device):
 def test_ragged(lengths, seed, fmt, dtype, index_dtype, padding, holes, latent_head, device):
     case = ragged_case(lengths, num_slots=13, seed=seed, index_dtype=index_dtype, holes=holes, device=device)
     rows = random_pool(13, WIDTH, fmt, seed=seed, device=device, padding=padding, latent_head=latent_head)
-    check_shadow(rows, case, dtype, mapped=bool(seed % 2))
+    check_shadow(rows, case, dtype, listed=bool(seed % 2))
     check_gather(rows, case, dtype)
 
 
@@ -86,7 +88,7 @@ def test_paged(lengths, page_size, seed, fmt, dtype, holes, device):
     num_slots = 3 * page_size + page_size // 2
     case = paged_case(lengths, page_size, num_slots=num_slots, seed=seed, holes=holes, device=device)
     rows = random_pool(num_slots, 16, fmt, seed=seed, device=device)
-    check_shadow(rows, case, dtype, mapped=bool(seed % 2))
+    check_shadow(rows, case, dtype, listed=bool(seed % 2))
     check_gather(rows, case, dtype)
 
 
@@ -178,8 +180,8 @@ def test_lengths_that_no_table_holds_stay_inside_it(lengths, page_size, device):
         end = min(max(lengths), 2**31 - 1)
         active = ActiveSlots.ragged(i32([3, 5, 3, -1, 2**31 - 1], device), i32([0] * batch + [end], device))
     rows = random_pool(16, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
-    for mapped in (False, True):
-        check_shadow(rows, Case(active, 16), torch.bfloat16, mapped=mapped)
+    for listed in (False, True):
+        check_shadow(rows, Case(active, 16), torch.bfloat16, listed=listed)
     check_gather(rows, Case(active, 16), torch.bfloat16)
 
 
@@ -191,7 +193,7 @@ def test_a_page_table_may_have_any_row_stride(stride, device):
     active = ActiveSlots.paged(table, i32([6, 5, 4, 0], device), 2)
     rows = random_pool(14, WIDTH, torch.float8_e5m2, seed=2, device=device)
     check_shadow(rows, Case(active, 14), torch.float16)
-    check_shadow(rows, Case(active, 14), torch.float16, mapped=True)
+    check_shadow(rows, Case(active, 14), torch.float16, listed=True)
     check_gather(rows, Case(active, 14), torch.float16)
 
 
@@ -201,7 +203,7 @@ def test_broken_bounds_write_only_slots_of_the_table(bounds, device):
     table = i32([1, 2, 3, 4, 5, 6], device)
     active = ActiveSlots.ragged(table, i32(bounds, device))
     rows = random_pool(16, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
-    for source in (active, slot_map(active, 16)):
+    for source in (active, slot_list(active, list_for(16, rows.device))):
         shadow = untouched(16, 1, WIDTH, dtype=torch.bfloat16, device=device)
         shadow_cast(rows, shadow, source)
         others = torch.ones(16, dtype=torch.bool, device=device)
@@ -214,7 +216,7 @@ def test_an_empty_pool_is_cast_to_nothing(device):
     active = ActiveSlots.ragged(i32([1, 2], device), i32([0, 2], device))
     found = slot_map(active, 0)
     assert found.count.item() == found.overflow.item() == found.rows == 0
-    for source in (active, found):
+    for source in (active, slot_list(active, list_for(0, rows.device))):
         shadow = torch.zeros(0, 1, WIDTH, dtype=torch.bfloat16, device=device)
         assert shadow_cast(rows, shadow, source) is shadow
 
@@ -244,7 +246,7 @@ def a_call(device, **changed):
             {"shadow": torch.zeros(1, 1, 80, dtype=torch.float16).expand(8, 1, 80)},
             r"shadow: rows overlap in memory, their stride is 0; expected 80 or more",
         ),
-        ({"active": torch.zeros(3)}, r"active: expected ActiveSlots or a SlotMap, got torch.float32 \[3\]"),
+        ({"active": torch.zeros(3)}, r"active: expected ActiveSlots or a SlotList, got torch.float32 \[3\]"),
         (
             {"shadow": torch.zeros(8, 1, 80, dtype=torch.float16, device="meta")},
             r"shadow: wrong device",
@@ -280,6 +282,8 @@ def test_wrong_tables_and_maps_are_named(device):
     with pytest.raises(BadInput, match=r"workspace: expected one made for 9 slots, ragged, page_size 1"):
         slot_map(active, 9, map_workspace(active, 8))
     rows = random_pool(9, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
+    with pytest.raises(BadInput, match=r"active: expected one of 9 slots"):
+        shadow_cast(rows, torch.zeros_like(rows, dtype=torch.float16), list_for(8, rows.device))
     compact = torch.zeros(9, 1, WIDTH, dtype=torch.float16, device=device)
     with pytest.raises(BadInput, match=r"slot_map: expected one of 9 slots"):
         gather_cast(rows, compact, slot_map(active, 8))

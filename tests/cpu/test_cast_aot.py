@@ -28,6 +28,7 @@ def cast_spec(
         "WIDTH": 576,
         "UNIT": unit,
         "FEW_UNIT": 8,
+        "LEAST_UNIT": 4,
         "LANES": 512,
         "PAGE_SIZE": 1,
         "BATCH": 0,

@@ -18,7 +18,15 @@ from kernel_inputs import (
 )
 
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.cast import Tuning, gather_cast, map_workspace, shadow_cast, slot_map
+from kvlab.kernels.cast import (
+    Tuning,
+    gather_cast,
+    list_for,
+    map_workspace,
+    shadow_cast,
+    slot_list,
+    slot_map,
+)
 
 ROW = 576
 
@@ -50,6 +58,7 @@ def test_reduced_ragged(index_dtype, padding, device):
     rows = random_pool(161, ROW, torch.float8_e4m3fn, seed=2, device=device, padding=padding)
     for cut in (None, cuts()[1]):
         check_shadow(rows, case, torch.bfloat16, cut=cut)
+        check_shadow(rows, case, torch.bfloat16, cut=cut, listed=True)
         check_gather(rows, case, torch.bfloat16, cut=cut)
 
 
@@ -60,6 +69,7 @@ def test_reduced_paged(page_size, device):
     rows = random_pool(slots, ROW, torch.float8_e5m2, seed=3, device=device)
     for cut in (None, cuts()[3]):
         check_shadow(rows, case, torch.float16, cut=cut)
+        check_shadow(rows, case, torch.float16, cut=cut, listed=True)
         check_gather(rows, case, torch.float16, cut=cut)
 
 
@@ -98,6 +108,20 @@ def test_offsets_past_32_bits(huge):
     assert (shadow.view(torch.int16) != UNTOUCHED).any(dim=-1).sum() == 100
 
 
+def test_a_list_past_32_bits(huge):
+    rows, shadow = huge
+    slots = torch.randperm(rows.shape[0], device=rows.device)[:1_000_000]
+    indptr = torch.tensor([0, slots.numel()], dtype=torch.int32, device=rows.device)
+    active = ActiveSlots.ragged(slots.to(torch.int32), indptr)
+    found = slot_list(active, list_for(rows.shape[0], rows.device))
+    assert torch.equal(found.slots[: found.count.item()].long(), slots.sort().values)
+    shadow.view(torch.int16).fill_(UNTOUCHED)
+    shadow_cast(rows, shadow, found)
+    for part in slots.split(100_000):
+        assert torch.equal(shadow.view(torch.int16)[part], wide_bits(rows, part, torch.bfloat16))
+    assert (shadow.view(torch.int16)[:, 0, 0] != UNTOUCHED).sum() == slots.numel()
+
+
 def test_gather_from_and_to_past_32_bits(huge):
     """Compact rows past 1.86 million, from a pool past 3.73 million."""
     rows, compact = huge
@@ -131,7 +155,24 @@ def test_a_shared_prefix_is_cast_once(device):
     found = slot_map(active, slots)
     assert found.count.item() == shared + requests * own
     assert found.rows == slots < active.capacity
-    check_gather(random_pool(slots, ROW, FORMATS[0], seed=1, device=device), Case(active, slots), WIDE[0])
+    rows = random_pool(slots, ROW, FORMATS[0], seed=1, device=device)
+    check_gather(rows, Case(active, slots), WIDE[0])
+    check_shadow(rows, Case(active, slots), WIDE[0], listed=True)
+    check_shadow(rows, Case(active, slots), WIDE[0])
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 500])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
+def test_many_pages_of_many_requests(page_size, batch, device):
+    """More tiles than programs: each walks over a share, across requests that are long, short and empty."""
+    slots = 60_000
+    draw = random.Random(batch)
+    lengths = [draw.choice([0, 1, draw.randint(0, 60_000 // batch)]) for _ in range(batch)]
+    lengths[-1] = 50_000 // batch
+    case = paged_case(lengths, page_size, num_slots=slots, seed=batch, holes=True, device=device)
+    rows = random_pool(slots, ROW, FORMATS[0], seed=2, device=device)
+    check_shadow(rows, case, WIDE[0])
+    check_shadow(rows, case, WIDE[0], listed=True)
 
 
 @pytest.mark.parametrize("page_size", [0, 64])
@@ -149,9 +190,11 @@ def test_one_graph_serves_every_length(page_size, device):
         active = ActiveSlots.ragged(table, torch.zeros(batch + 1, dtype=torch.int32, device=device))
     workspace = map_workspace(active, slots)
     compact = untouched(workspace.rows, 1, ROW, dtype=torch.bfloat16, device=device)
+    memory, from_list = list_for(slots, rows.device), torch.empty_like(shadow)
 
     def step() -> None:
         shadow_cast(rows, shadow, active)
+        shadow_cast(rows, from_list, slot_list(active, memory))
         gather_cast(rows, compact, slot_map(active, slots, workspace))
 
     step()
@@ -166,12 +209,14 @@ def test_one_graph_serves_every_length(page_size, device):
         case = fill(active, lengths, live, slots, draw.randint(0, 10**6))
         shadow.view(torch.int16).fill_(UNTOUCHED)
         compact.view(torch.int16).fill_(UNTOUCHED)
+        from_list.view(torch.int16).fill_(UNTOUCHED)
         graph.replay()
 
         used = case.distinct(slots)
         expected = torch.full_like(shadow.view(torch.int16), UNTOUCHED)
         expected[used] = wide_bits(rows, used, torch.bfloat16)
         assert torch.equal(shadow.view(torch.int16), expected)
+        assert torch.equal(from_list.view(torch.int16), expected)
         old = torch.cat(case.slots())
         moved = ActiveSlots(workspace.new_indices, active.bounds, active.page_size, active.is_paged)
         new = torch.cat(moved.slots())

@@ -70,6 +70,13 @@ def _show(run: "CastRun") -> None:
     out.print(table(run))
     for m in run.maps:
         out.print(f"  slot_map, once a step: {m.tokens:,} tokens, {m.distinct:,} distinct: {m.us:.1f} us")
+    for m in run.lists:
+        out.print(f"  slot_list, once a step: {m.tokens:,} tokens, {m.distinct:,} distinct: {m.us:.1f} us")
+    for t in run.shared:
+        took = f"{t.cold_us:.2f} us a layer" if t.cold_us else "wrong"
+        out.print(f"  {t.requests} requests on one prefix of {t.prefix:,}, from their {t.how}: {took}")
+    for n in run.in_loop:
+        out.print(f"  {n.slots:,} slots between small kernels: {n.us:.2f} us more a layer")
     for r in run.replays:
         out.print(f"  one graph replayed with {r.tokens:,} tokens: {r.us:.2f} us a layer")
 

@@ -1,4 +1,10 @@
-"""Active rows to their own places in one wide layer: indices, plans and page tables stay as they are."""
+"""Active rows to their own places in one wide layer: indices, plans and page tables stay as they are.
+
+Where a pass has several layers, its distinct slots are listed once, in the pool's order: a prefix that many
+requests share is cast once a layer, not once a request. A draft model's single layer is not worth the list.
+"""
+
+from typing import Any
 
 import torch
 
@@ -6,11 +12,17 @@ from kvlab.patch import casts
 from kvlab.patch.policy import Facts
 from kvlab.patch.scratch import clear_unread
 from kvlab.patch.strategies.base import Call
+from kvlab.patch.strategies.passes import Passes
 
 
 class Shadow:
     name = "shadow"
     is_exact = True
+
+    def __init__(self) -> None:
+        self._passes = Passes()
+        # Captured graphs refill these: they live as long as the process.
+        self._captured: list[Any] = []
 
     def refusal(self, facts: Facts) -> str | None:
         return None
@@ -24,6 +36,14 @@ class Shadow:
         for active in call.reads.tables:
             if not call.lasts:
                 clear_unread(out, active)
-        for active in call.reads.tables:
-            casts.shadow(rows, out, active)
+        its = self._passes.of(call)
+        # The first pass of all learns at its second layer that there are several.
+        begins = 1 if its.layers_before > 1 else 2
+        if its.layers == begins:
+            its.found = casts.slot_list(call.reads.tables, slots, its.found)
+            if call.is_capturing and all(its.found is not kept for kept in self._captured):
+                self._captured.append(its.found)
+        is_listed = its.found is not None and its.layers >= begins
+        for source in (its.found,) if is_listed else call.reads.tables:
+            casts.shadow(rows, out, source)
         return out

@@ -1,0 +1,119 @@
+"""Which slots a pass reads is found once: the list serves the layers of one pass, and of no other."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_inputs import bits, random_pool, stock_bits
+
+from kvlab.kernels.active import ActiveSlots
+from kvlab.patch import casts
+from kvlab.patch.scratch import Scratch
+from kvlab.patch.strategies.passes import Passes
+from kvlab.patch.strategies.shadow import Shadow
+
+SLOTS, WIDTH = 40, 32
+
+
+class Backend:
+    """What a call knows a backend by."""
+
+    def __init__(self):
+        self.forward_metadata = object()
+
+
+def tables(slots, device):
+    indices = torch.tensor(slots, dtype=torch.int32, device=device)
+    return ActiveSlots.ragged(indices, torch.tensor([0, len(slots)], dtype=torch.int32, device=device))
+
+
+def call(backend, layer, active, /, **changed):
+    facts = {
+        "backend": backend,
+        "layer": SimpleNamespace(layer_id=layer),
+        "reads": SimpleNamespace(tables=[active]),
+        "kind": "decode",
+        "lane": "shared",
+        "generation": 1,
+        "is_capturing": False,
+        "lasts": True,
+        "scratch": SCRATCH,
+    }
+    return SimpleNamespace(**(facts | changed))
+
+
+SCRATCH = Scratch()
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setattr(casts, "INTERPRET", True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"generation": 2},
+        {"is_capturing": True},
+        {"layer": SimpleNamespace(layer_id=1)},
+        {"kind": "extend"},
+        {"lane": "decode"},
+        {"backend": Backend()},
+        {"reads": SimpleNamespace(tables=[tables([1, 2, 3], "cpu")])},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_what_begins_another_pass(changed):
+    passes, backend, active = Passes(), Backend(), tables([1, 2, 3], "cpu")
+    assert [passes.of(call(backend, n, active)).layers for n in (0, 1)] == [1, 2]
+    its = passes.of(call(backend, 2, active, **changed))
+    assert its.layers == 1
+    passes.of(call(backend, 3, active))
+    backend.forward_metadata = object()
+    assert passes.of(call(backend, 4, active)).layers == 1, "new metadata"
+
+
+def test_layers_that_a_pipeline_or_a_hybrid_model_leaves_out_do_not_matter():
+    passes, backend, active = Passes(), Backend(), tables([1], "cpu")
+    assert [passes.of(call(backend, n, active)).layers for n in (40, 44, 45)] == [1, 2, 3]
+    assert passes.of(call(backend, 40, active)).layers == 1
+
+
+def check(strategy, its, device):
+    rows = random_pool(SLOTS, WIDTH, torch.float8_e4m3fn, seed=its.layer.layer_id, device=device)
+    SCRATCH.lasting.clear()
+    wide = strategy.cast(its, rows, torch.bfloat16)
+    at = its.reads.tables[0].distinct(SLOTS)
+    assert torch.equal(bits(wide)[at], stock_bits(rows, torch.bfloat16)[at])
+    others = torch.ones(SLOTS, dtype=torch.bool, device=device)
+    others[at] = False
+    assert not bits(wide)[others].any()
+
+
+def test_every_layer_of_every_pass_gets_its_own_slots(device):
+    """The tables are refilled in place between passes, as a replay's are; two backends take turns."""
+    strategy, one, other = Shadow(), Backend(), Backend()
+    mine, theirs = tables([3, 5, 5, 9, -1], device), tables([0, 1, 30], device)
+    for generation in range(3):
+        mine.table.copy_(torch.tensor([3 + generation, 5, 5, 9 + generation, -1]))
+        theirs.table.add_(1)
+        for layer in range(4):
+            check(strategy, call(one, layer, mine, generation=generation), device)
+            check(strategy, call(other, layer, theirs, generation=generation), device)
+
+
+def test_tables_that_cannot_be_listed_are_cast_as_they_are(device, monkeypatch):
+    monkeypatch.setattr(casts, "slot_list", lambda *_: None)
+    strategy, backend, active = Shadow(), Backend(), tables([4, 4, 6], device)
+    for layer in range(3):
+        check(strategy, call(backend, layer, active), device)
+
+
+def test_one_list_serves_all_captured_passes(device):
+    """Each batch size is captured once; a list a graph would cost megabytes each."""
+    strategy, backend = Shadow(), Backend()
+    for size in (1, 2, 3):
+        active = tables(list(range(size)), device)
+        for layer in range(3):
+            check(strategy, call(backend, layer, active, is_capturing=True, generation=size), device)
+    assert len(strategy._captured) == 1
