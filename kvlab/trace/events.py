@@ -20,6 +20,7 @@ LIMIT = 64 << 20
 _TRIES = 6
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
+_BEHIND = re.compile(rb"[ \t\r\n]*(\]|,(?=[ \t\r\n]*(?:\{|\Z)))")
 _SPACE = b" \t\r\n"
 
 
@@ -196,14 +197,15 @@ class Events:
 
 
 def _cuts(buf: bytes) -> Iterator[tuple[int, int]]:
-    """(end of an event, end of the `,` or `]` behind it), from the last one backwards."""
+    """(end of an event, end of the `,` or `]` behind it), from the last one backwards.
+
+    Names of kernels hold `}, ` too: a comma counts where another event, or nothing yet, follows it.
+    """
     at = len(buf)
     while (at := buf.rfind(b"}", 0, at)) >= 0:
-        after = at + 1
-        while buf[after : after + 1] in (b" ", b"\n", b"\t", b"\r"):
-            after += 1
-        if buf[after : after + 1] in (b",", b"]"):
-            yield at + 1, after + 1
+        found = _BEHIND.match(buf, at + 1)
+        if found:
+            yield at + 1, found.end(1)
 
 
 def _loads(text: bytes) -> Any:
