@@ -507,22 +507,17 @@ def http(asked: argparse.Namespace) -> int:
             for name, (process, url) in live.items():
                 found[name] = {"url": url, "ready": wait_ready(process, url, 130)}
                 print(name, found[name], flush=True)
+        os.environ["KVLAB_RUN_DIR"] = str(run)
+        before, as_json = str(out / "before.json"), "--json"
         with gpu(fcntl.LOCK_EX):
-            os.environ["KVLAB_RUN_DIR"] = str(run)
-            asked_off = ["--url", live["off"][1]]
-            found["off"]["verify"] = kvlab("patch", "verify", *asked_off, "--save", str(out / "before.json"))
-            found["off"]["verify_again"] = kvlab(
-                "patch", "verify", *asked_off, "--against", str(out / "before.json"), "--json"
-            )
-            for name, (_, url) in live.items():
-                to = ["--url", url]
-                found[name]["status_words"] = kvlab("patch", "status", *to)
-                found[name]["status"] = kvlab("patch", "status", *to, "--json")
-                if name != "off":
-                    against = ["--against", str(out / "before.json"), "--json"]
-                    found[name]["verify"] = kvlab("patch", "verify", *to, *against)
-                (out / "http.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            found["other_host"] = kvlab("patch", "status", "--url", "http://127.0.0.1:1")
+            found["off"]["verify"] = kvlab("patch", "verify", "--url", live["off"][1], "--save", before)
+        for name, (_, url) in live.items():
+            with gpu(fcntl.LOCK_EX):
+                again = kvlab("patch", "verify", "--url", url, "--against", before, as_json)
+            found[name]["verify_again" if name == "off" else "verify"] = again
+            found[name]["status_words"] = kvlab("patch", "status", "--url", url)
+            found[name]["status"] = kvlab("patch", "status", "--url", url, as_json)
+            (out / "http.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     finally:
         for process, _ in live.values():
             process.send_signal(signal.SIGTERM)
