@@ -38,6 +38,8 @@ def call(backend, layer, active, /, **changed):
         "is_capturing": False,
         "lasts": True,
         "scratch": SCRATCH,
+        "pending": None,
+        "settle": lambda: None,
     }
     return SimpleNamespace(**(facts | changed))
 
@@ -100,6 +102,20 @@ def test_every_layer_of_every_pass_gets_its_own_slots(device):
         for layer in range(4):
             check(strategy, call(one, layer, mine, generation=generation), device)
             check(strategy, call(other, layer, theirs, generation=generation), device)
+
+
+def test_passes_of_any_length_follow_each_other(device, monkeypatch):
+    """A draft's single layer, then all: no pass casts what the one before it read. One list a pass."""
+    built = []
+    listed = casts.slot_list
+    monkeypatch.setattr(casts, "slot_list", lambda *a: built.append(1) or listed(*a))
+    strategy, backend, active = Shadow(), Backend(), tables([3, 5], device)
+    for generation, (layers, lists) in enumerate([(3, 1), (4, 1), (1, 1), (1, 0), (1, 0), (3, 1), (2, 1)]):
+        built.clear()
+        active.table.add_(1)
+        for layer in range(layers):
+            check(strategy, call(backend, layer, active, generation=generation), device)
+        assert len(built) == lists
 
 
 def test_tables_that_cannot_be_listed_are_cast_as_they_are(device, monkeypatch):
