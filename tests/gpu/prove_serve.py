@@ -266,6 +266,7 @@ def engines(asked: argparse.Namespace) -> int:
     """The cases, some at once on the same GPUs: a server that waits takes nothing from another."""
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    (out / "provenance.json").write_text(provenance() + "\n", encoding="utf-8")
     plugin = plugin_folder(out.parent / "plugin")
     waiting, live, failed = list(asked.cases), {}, 0
     while waiting or live:
@@ -286,6 +287,14 @@ def engines(asked: argparse.Namespace) -> int:
         time.sleep(0.2)
     judged(argparse.Namespace(out=[out]))
     return 0
+
+
+def provenance() -> str:
+    import msgspec
+
+    from kvlab.provenance import collect
+
+    return msgspec.json.encode(collect(env=["CUDA_VISIBLE_DEVICES"])).decode()
 
 
 def environment(case: Case, name: str, out: Path, plugin: Path) -> dict[str, str]:
@@ -386,7 +395,8 @@ def judged(asked: argparse.Namespace) -> int:
             if (out / f"{name}.json").exists():
                 said[name] = json.loads((out / f"{name}.json").read_text())
     verdicts = {name: verdict(name, said, ends[name], logs[name]) for name in ends}
-    text = json.dumps(verdicts, indent=1)
+    where = json.loads((asked.out[0] / "provenance.json").read_text())
+    text = json.dumps({"provenance": where, "cases": verdicts}, indent=1)
     (asked.out[0] / "judged.json").write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)
     return 0
@@ -505,7 +515,7 @@ def http(asked: argparse.Namespace) -> int:
                     )
                 live[name] = (process, f"http://127.0.0.1:{port}")
             for name, (process, url) in live.items():
-                found[name] = {"url": url, "ready": wait_ready(process, url, 130)}
+                found[name] = {"url": url, "ready": wait_ready(process, url, 170)}
                 print(name, found[name], flush=True)
         os.environ["KVLAB_RUN_DIR"] = str(run)
         before, as_json = str(out / "before.json"), "--json"
@@ -528,8 +538,9 @@ def http(asked: argparse.Namespace) -> int:
             found.setdefault(name, {})["end"] = {"rc": code, "left": end_group(process)}
             text = (out / f"{name}.log").read_text(errors="replace")
             found[name]["lines"] = [line for line in text.splitlines() if "kvlab" in line][:12]
-        (out / "http.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1), flush=True)
+        said = json.dumps({"provenance": json.loads(provenance()), "servers": found}, indent=1)
+        (out / "http.json").write_text(said + "\n", encoding="utf-8")
+    print(said, flush=True)
     return 0
 
 
