@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -127,19 +128,26 @@ def measure(plan: Plan, *, out: Path | None = None, say: Callable[[str], None] =
         folder, name = rank_folder(plan, Path(made))
         done: list[StepRun] = []
         ended = time.monotonic() + plan.timeout
-        for child in children(replace(plan, model=name), folder, Path(made)):
-            left = ended - time.monotonic()
-            if left <= 0:
-                say(f"{child.strategy}: no time left")
-                continue
-            say(f"{child.strategy}, pool {child.pool:,}")
-            why = _run(child, left, say)
-            if Path(child.out).exists():
-                done.append(read(Path(child.out)))
-                if out is not None:
-                    write(out, merge(done))
-            if why:
-                say(f"{child.strategy}: {why}")
+        waiting = children(replace(plan, model=name), folder, Path(made))
+        running = [_Running(waiting.pop(0))]
+        try:
+            while running:
+                # The next one imports SGLang meanwhile.
+                if waiting:
+                    running.append(_Running(waiting.pop(0)))
+                now, left = running[0], ended - time.monotonic()
+                say(f"{now.child.strategy}, pool {now.child.pool:,}")
+                why = now.take_turn(left, say)
+                running.pop(0)
+                if Path(now.child.out).exists():
+                    done.append(read(Path(now.child.out)))
+                    if out is not None:
+                        write(out, merge(done))
+                if why:
+                    say(f"{now.child.strategy}: {why}")
+        finally:
+            for one in running:
+                one.stop()
     if not done:
         raise BadInput("bench step: no process measured anything; its output above says why")
     return merge(done)
@@ -161,45 +169,55 @@ def rank_folder(plan: Plan, scratch: Path) -> tuple[Path, str]:
     return dummy.write_rank(scratch / "rank", shape), name
 
 
-def _run(child: Child, seconds: float, say: Callable[[str], None]) -> str:
-    """Run one process, its lines to `say`; why it failed, or nothing."""
-    env = {**os.environ, "KVLAB_PATCH": "off", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "kvlab.bench.step_child", msgspec.json.encode(asdict(child)).decode()]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+class _Running:
+    """A started process. It imports SGLang at once, and touches the GPU when it is given its turn."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self._turn = Path(f"{child.out}.turn")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with the turn
+        env = {**os.environ, "KVLAB_PATCH": "off", "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvlab.bench.step_child", msgspec.json.encode(asdict(child)).decode()],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**env, "KVLAB_BENCH_TURN": str(self._turn)},
+        )
+
+    def take_turn(self, seconds: float, say: Callable[[str], None]) -> str:
+        """Let it run to its end, its lines to `say`; why it failed, or nothing."""
+        process = self._process
+
+        def pass_on() -> None:
+            for line in process.stdout or ():
+                say(f"  {line.rstrip()}")
+
+        self._turn.touch()
+        reader = threading.Thread(target=pass_on, daemon=True)
+        reader.start()
+        why = ""
         try:
-            _, why = _follow(process, seconds, say)
+            process.wait(max(seconds, 0))
+        except subprocess.TimeoutExpired:
+            why = "ran out of time"
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            self.stop()
+            reader.join(2)
         if process.returncode and not why:
-            log.seek(0)
-            lines = log.read().strip().splitlines()
+            self._log.seek(0)
+            lines = self._log.read().strip().splitlines()
             for line in lines[-25:]:
                 say(f"  {line}")
             why = f"ended with {process.returncode}: {lines[-1] if lines else 'no output'}"
-    return why
+        self._log.close()
+        return why
 
-
-def _follow(process: "subprocess.Popen[str]", seconds: float, say: Callable[[str], None]) -> tuple[int, str]:
-    import threading
-
-    def pass_on() -> None:
-        for line in process.stdout or ():
-            say(f"  {line.rstrip()}")
-
-    reader = threading.Thread(target=pass_on, daemon=True)
-    reader.start()
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return process.returncode, "ran out of time"
-    finally:
-        reader.join(2)
-    return process.returncode, ""
+    def stop(self) -> None:
+        """End it, if it has not ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
 
 def _need_gpu() -> None:
