@@ -193,6 +193,7 @@ def one(asked: argparse.Namespace) -> int:
         "mem_fraction_static": 0.8,
         "grammar_backend": "none",
         "log_level": "info",
+        "port": 10_000 + 2500 * int(os.environ.get("JOB_SLOT", "0")) + 60 * list(CASES).index(asked.case),
     } | case.args
     with gpu(fcntl.LOCK_SH):
         engine = sglang.Engine(**given)
