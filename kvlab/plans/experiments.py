@@ -15,6 +15,7 @@ import torch
 
 from kvlab.backends.sources import Tree
 from kvlab.kernels.active import ActiveSlots
+from kvlab.patch.policy import Facts
 from kvlab.patch.reads import ADAPTERS, FlashInferMLA, Reads, Stock
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.sites import RECOGNISED, Site
@@ -195,8 +196,17 @@ def decorated(flashinfer: Tree) -> Decorated:
     )
 
 
-class InPlace(Shadow):
+class InPlace:
     """The text's first variant: the wide row goes where the FP8 row is, over it and over its neighbour."""
+
+    name = "in place"
+    is_exact = False
+
+    def refusal(self, facts: Facts) -> str | None:
+        return None
+
+    def enter(self, call: Call) -> None:
+        return
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raw = rows.view(torch.uint8).squeeze(1)
@@ -211,6 +221,7 @@ class _Noting(Shadow):
     """Shadow that notes how many distinct rows it casts."""
 
     def __init__(self, noted: list[int]) -> None:
+        super().__init__()
         self._noted = noted
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
