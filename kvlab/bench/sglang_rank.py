@@ -62,6 +62,7 @@ class Rank:
     setup: Setup
     runner: Any
     burn: int = 0
+    others: int = 0
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -85,7 +86,9 @@ class Rank:
             self.allocator.alloc(self.burn)
 
     def snapshot(self, stage: str) -> None:
-        """Memory now, and its peak since the last snapshot."""
+        """Memory now, and its peak since the last snapshot. `device_used`: what the device has given this
+        process since it was its turn.
+        """
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         self.memory[stage] = {
@@ -93,7 +96,7 @@ class Rank:
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
-            "device_used": total - free,
+            "device_used": total - free - self.others,
         }
         torch.cuda.reset_peak_memory_stats()
 
@@ -169,6 +172,7 @@ def load(setup: Setup) -> Rank:
     seconds = {"imported": time.perf_counter() - started}
     _wait_for_turn()
     started = time.perf_counter() - seconds["imported"]
+    free, total = torch.cuda.mem_get_info()
     with seeded_dummy_weights():
         runner = one_batch.ModelRunner(
             model_config=one_batch.ModelConfig.from_server_args(args),
@@ -183,7 +187,7 @@ def load(setup: Setup) -> Rank:
             nccl_port=PortArgs.init_new(args).nccl_port,
             server_args=args,
         )
-    rank = Rank(setup, runner, seconds=seconds)
+    rank = Rank(setup, runner, others=total - free, seconds=seconds)
     stages = {
         "weights": lambda: None,
         "pool": runner.alloc_memory_pool,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
-from kvlab.patch import write
+from kvlab.patch import casts, write
 from kvlab.patch.policy import Facts
 from kvlab.patch.reads import ADAPTERS, Stock
 from kvlab.patch.sites import Site
@@ -42,6 +43,8 @@ class Attempt:
         self.served: str | None = None
         self.slots = self.row_bytes = 0
         self.facts: Facts | None = None
+        # How stock writes what waits for the cast.
+        self._waits: functools.partial[None] | None = None
 
     def enter(self, pool: Any) -> None:
         """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
@@ -100,6 +103,7 @@ class Attempt:
             lasts=state.graphs or self.is_capturing,
             is_capturing=self.is_capturing,
             generation=state.generation,
+            settle=self.flush,
         )
         self.runtime.strategies[self.strategy_name].enter(self.call)
 
@@ -107,22 +111,29 @@ class Attempt:
         """What SGLang's method gets for `rows.to(dtype)`."""
         self.slots, self.row_bytes = rows.shape[0], rows.shape[-1]
         if rows.dtype not in FP8_DTYPES:
+            self.flush()
             self.call = None
             self.served = None
             return rows.to(dtype)
         if self.call is not None and (self.facts is None or rows.shape[0] != self.facts.slots):
+            # Also writes what waits.
             self.leave()
             self.call = None
             self.fell_back("a buffer that is not the pool's layer")
+        self._settle(rows)
         if self.call is not None:
             try:
                 wide = self.runtime.strategies[self.strategy_name].cast(self.call, rows, dtype)
             except Exception as e:
+                self.flush()
                 self._give_up(e)
             except TakeOver:
                 self.served = self.strategy_name
                 raise
             else:
+                if self._waits is not None:
+                    self._waits = None
+                    self._wrote("with the cast")
                 self.served = self.strategy_name
                 return wide
         self.served = "stock"
@@ -134,19 +145,63 @@ class Attempt:
         if is_ours and self._is_one_rank():
             try:
                 why = self.runtime.write_refusal(self.state, pool, self.facts)
-                if why is None and write.write(pool, layer, loc, nope, rope):
+                new = write.new_rows(pool, layer, loc, nope, rope) if why is None else None
+                if new is not None and self._may_wait(new):
+                    self.call.pending = new
+                    self._waits = functools.partial(self._stock_write, pool, layer, loc, nope, rope)
+                    return
+                if new is not None:
+                    new.write()
                     self._wrote("one launch")
                     return
             except Exception as e:
-                self.state.write_refusal[id(pool)] = one_line(e)
-                self.runtime.say(
-                    f"the one-launch KV write failed ({one_line(e)}); stock's is used from now on"
-                )
+                self._write_failed(pool, e)
+        self._stock_write(pool, layer, loc, nope, rope, *args, **kwargs)
+
+    def flush(self) -> None:
+        """Write now what waits for the cast: somebody is about to read the pool."""
+        if self._waits is None or self.call is None:
+            return
+        by_stock, self._waits = self._waits, None
+        new, self.call.pending = self.call.pending, None
+        if new is None:
+            return
+        try:
+            new.write()
+            self._wrote("one launch")
+        except Exception as e:
+            self._write_failed(by_stock.args[0], e)
+            by_stock()
+
+    def _settle(self, rows: torch.Tensor) -> None:
+        """New rows may wait no longer where this cast is not of their buffer."""
+        pending = self.call.pending if self.call is not None else None
+        if pending is not None and pending.buffer.data_ptr() != rows.data_ptr():
+            self.flush()
+
+    def _may_wait(self, new: write.NewRows) -> bool:
+        """May the cast write these rows?"""
+        return (
+            self.call is not None
+            and self.call.pending is None
+            and self.site.kind == "decode"
+            and len(self.call.reads.tables) == 1
+            and getattr(self.runtime.strategies[self.strategy_name], "is_joint", False)
+            and 0 < new.loc.numel() <= casts.most_joint_writes(new.buffer.device)
+            and self.runtime.joint_refusal(self.facts) is None
+        )
+
+    def _write_failed(self, pool: Any, error: Exception) -> None:
+        self.state.write_refusal[id(pool)] = one_line(error)
+        self.runtime.say(f"the one-launch KV write failed ({one_line(error)}); stock's is used from now on")
+
+    def _stock_write(self, pool: Any, *args: Any, **kwargs: Any) -> None:
         self._wrote("stock")
-        pool.set_mla_kv_buffer(layer, loc, nope, rope, *args, **kwargs)
+        pool.set_mla_kv_buffer(*args, **kwargs)
 
     def leave(self) -> None:
         """Put back what the strategy swapped; safe to repeat."""
+        self.flush()
         if self.call is not None:
             while self.call.undo:
                 self.call.undo.pop()()

@@ -40,6 +40,31 @@ def slot_list(tables: Sequence[ActiveSlots], slots: int, last: Any = None) -> An
     return lists.slot_list(tables[0], last, *tables[1:])
 
 
+def without(found: Any, loc: torch.Tensor) -> None:
+    """Take the slots `loc` off a `slot_list`: `write_shadow` writes them."""
+    from kvlab.kernels import write_cast
+
+    write_cast.without(found.slots, found.count, loc)
+
+
+def write_shadow(found: Any, out: torch.Tensor, new: Any) -> torch.Tensor:
+    """Write the `new` rows to pool and `out`, and cast the other slots of the list, in one launch."""
+    from kvlab.kernels import write_cast
+
+    return write_cast.write_cast(
+        new.buffer, out, found.slots, found.count, new.loc, new.nope, new.rope, new.fp8
+    )
+
+
+def most_joint_writes(device: torch.device) -> int:
+    """Tokens that `write_shadow` may write, 0 where there is no kernel for it."""
+    if not on_device(device):
+        return 0
+    from kvlab.kernels import write_cast
+
+    return write_cast.MAX_WRITES
+
+
 @dataclass
 class Map:
     """Which compact row each distinct slot gets. `rows`: the most that the tables can name, so none

@@ -95,6 +95,8 @@ class Runtime:
                 self.choice(state, facts)
                 if self.asked != "stock":
                     self.write_refusal(state, pool, facts)
+                    if kind == "decode" and state.choices[facts].strategy == "shadow":
+                        self.joint_refusal(facts)
         self._announce(family, _kinds(backend), pool, rows)
 
     def graphs_ready(self, family: str, backend: Any) -> None:
@@ -152,7 +154,7 @@ class Runtime:
         if args and attempt.q_rope is None:
             # save_kv_cache, q_rope, k_rope may come by position.
             attempt.q_rope = args[1] if len(args) > 1 else None
-        view = PoolView(pool, attempt.cast, attempt.write)
+        view = PoolView(pool, attempt.cast, attempt.write, attempt.flush)
         try:
             with seen_through(holder, view):
                 attempt.enter(pool)
@@ -240,6 +242,20 @@ class Runtime:
                 why = self._checked[checked]
             state.write_refusal[key] = why
         return state.write_refusal[key]
+
+    def joint_refusal(self, facts: Facts) -> str | None:
+        """Why the KV write and the cast stay two launches, or None; asked once."""
+        key = ("joint", facts.device, facts.fp8, facts.q_dtype, facts.width)
+        if key not in self._checked:
+            if is_capturing(facts.device):
+                return "not checked before capture"
+            try:
+                self._checked[key] = selfcheck.check_joint(facts)
+            except Exception as e:
+                self._checked[key] = one_line(e)
+            if self._checked[key]:
+                self.say(f"KV write and cast stay two launches: {self._checked[key]}")
+        return self._checked[key]
 
     def lane(self, state: BackendState, kind: str) -> str:
         """Prefill and decode run at once under PD multiplexing: then each kind has its own scratch."""

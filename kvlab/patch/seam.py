@@ -18,12 +18,23 @@ _WIDE = (torch.bfloat16, torch.float16)
 class DeferredCast:
     """Raw FP8 rows that become wide when asked. Everything else goes to the rows themselves."""
 
-    def __init__(self, rows: torch.Tensor, cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
-        self._rows, self._cast = rows, cast
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pool_rows, self._cast, self._settle = rows, cast, settle
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        """The rows for somebody who reads them: what still waits to be written is written first."""
+        self._settle()
+        return self._pool_rows
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and args[0] in _WIDE:
-            return self._cast(self._rows, args[0])
+            return self._cast(self._pool_rows, args[0])
         return self._rows.to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -55,16 +66,21 @@ class PoolView:
         pool: Any,
         cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
         write: Callable[..., None],
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         object.__setattr__(self, "_pool", pool)
         object.__setattr__(self, "_cast", cast)
         object.__setattr__(self, "_write", write)
+        object.__setattr__(self, "_settle", settle)
 
     @property
     def __class__(self) -> type:
         return type(object.__getattribute__(self, "_pool"))
 
     def __getattr__(self, name: str) -> Any:
+        if "buffer" in name:
+            # Whoever reads rows some other way finds them written.
+            self._settle()
         return getattr(self._pool, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,9 +88,10 @@ class PoolView:
 
     def get_key_buffer(self, layer_id: int) -> Any:
         rows = self._pool.get_key_buffer(layer_id)
-        return DeferredCast(rows, self._cast)
+        return DeferredCast(rows, self._cast, self._settle)
 
     def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._settle()
         self._write(self._pool, *args, **kwargs)
 
 

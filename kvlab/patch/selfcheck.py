@@ -6,6 +6,7 @@ attention on stock's wide rows is.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -116,6 +117,34 @@ def check_write(facts: Facts) -> str | None:
     want = torch.cat([padded, rope], dim=1).to(facts.fp8).view(torch.uint8).unsqueeze(1)
     wrong = (buffer != want).sum().item()
     return f"{wrong} of {want.numel()} bytes differ from the stock write" if wrong else None
+
+
+def check_joint(facts: Facts) -> str | None:
+    """KV write and cast in one launch: the bytes and bits of the two, one after the other."""
+    if not casts.most_joint_writes(facts.device):
+        return "no kernel for it here"
+    rank = facts.rank or facts.width - 64
+    rows, active = _codes(facts), _active(replace(facts, page_size=1))
+    pool = rows.view(torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn((7, facts.width), generator=generator).to(facts.device, facts.q_dtype) * 300
+    # Two that nobody reads, the others from among those that are read.
+    loc = torch.tensor([2, 80, 3, 254, 0, 40, 5], device=facts.device)
+    given = write.NewRows(pool.clone(), loc, new[:, :rank], new[:, rank:], facts.fp8)
+    found = casts.slot_list([active], _SLOTS)
+    casts.without(found, loc)
+    got = torch.zeros(rows.shape, dtype=facts.q_dtype, device=facts.device)
+    casts.write_shadow(found, got, given)
+    apart = replace(given, buffer=pool.clone())
+    apart.write()
+    want = torch.zeros_like(got)
+    casts.shadow(apart.buffer.view(facts.fp8), want, active)
+    wrong = (given.buffer != apart.buffer).sum().item()
+    if wrong:
+        return f"{wrong} of {pool.numel()} bytes differ from the two launches"
+    # Slot 0 is read and written at once; what nobody reads is written too.
+    others = [s for s in range(1, _SLOTS) if s not in (3, 5)]
+    return _differs(got[others], want[others])
 
 
 _CHECKS: dict[str, Callable[[Facts], str | None]] = {

@@ -5,6 +5,7 @@ Stock casts the latent and the rope part to FP8, each a launch, and scatters bot
 
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,13 +38,29 @@ def refusal(pool: Any) -> str | None:
     return None
 
 
-def write(pool: Any, layer: Any, loc: Any, nope: torch.Tensor, rope: torch.Tensor | None) -> bool:
-    """Write `nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] to slots `loc`; False where stock must do
-    it.
-    """
+@dataclass(frozen=True)
+class NewRows:
+    """Rows that a layer is about to write: token i of `nope` and `rope` to slot `loc[i]` of `buffer`."""
+
+    buffer: torch.Tensor
+    loc: torch.Tensor
+    nope: torch.Tensor
+    rope: torch.Tensor
+    fp8: torch.dtype
+
+    def write(self) -> None:
+        """One launch; none for no tokens."""
+        if self.loc.numel():
+            quantise(self.buffer, self.loc, self.nope, self.rope, self.fp8)
+
+
+def new_rows(
+    pool: Any, layer: Any, loc: Any, nope: torch.Tensor, rope: torch.Tensor | None
+) -> NewRows | None:
+    """`nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] for slots `loc`; None where stock must write."""
     loc = getattr(loc, "loc", loc)
     if rope is None or nope.dtype not in _WIDE or rope.dtype != nope.dtype or not torch.is_tensor(loc):
-        return False
+        return None
     buffer = pool.kv_buffer[layer.layer_id - pool.start_layer]
     nope, rope = nope.reshape(-1, nope.shape[-1]), rope.reshape(-1, rope.shape[-1])
     width = nope.shape[1] + rope.shape[1]
@@ -58,11 +75,7 @@ def write(pool: Any, layer: Any, loc: Any, nope: torch.Tensor, rope: torch.Tenso
         and nope.shape[0] >= tokens
         and rope.shape[0] >= tokens
     )
-    if not is_plain:
-        return False
-    if tokens:
-        quantise(buffer, loc, nope, rope, pool.dtype)
-    return True
+    return NewRows(buffer, loc, nope, rope, pool.dtype) if is_plain else None
 
 
 def quantise(

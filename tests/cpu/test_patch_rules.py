@@ -141,6 +141,39 @@ def test_the_write_check_sees_one_wrong_code_of_an_overflow(monkeypatch):
     assert "bytes differ" in selfcheck.check_write(SMALL)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_write_with_the_cast_passes_its_check(fp8, dtype, monkeypatch):
+    monkeypatch.setattr(casts, "INTERPRET", True)
+    facts = replace(SMALL, fp8=fp8, q_dtype=dtype, width=96, rank=64)
+    assert selfcheck.check_joint(facts) is None
+
+
+def test_the_check_of_the_write_with_the_cast_sees_a_slot_that_is_cast_while_it_is_written(monkeypatch):
+    monkeypatch.setattr(casts, "INTERPRET", True)
+    # Left on the list, a new slot is cast from what stood there before, or from half of what comes.
+    right = casts.write_shadow
+
+    def late(found, out, new):
+        was = new.buffer[new.loc].clone()
+        right(found, out, new)
+        out[new.loc] = was.view(new.fp8).to(out.dtype)
+        return out
+
+    monkeypatch.setattr(casts, "write_shadow", late)
+    assert "differ from the stock cast" in selfcheck.check_joint(replace(SMALL, width=96, rank=64))
+
+
+def test_who_reads_rows_some_other_way_finds_them_written():
+    rows, written = torch.ones(4, 1, 2).to(torch.float8_e4m3fn), []
+    deferred = DeferredCast(rows, lambda r, dtype: r.to(dtype), lambda: written.append(True))
+    deferred.to(torch.bfloat16)
+    assert not written
+    for n, read in enumerate((lambda: deferred[0], lambda: deferred.shape, lambda: torch.clone(deferred)), 1):
+        read()
+        assert len(written) >= n
+
+
 @pytest.mark.parametrize("strategy", ["shadow", "gather"])
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -144,7 +144,7 @@ def run_one(asked: argparse.Namespace) -> int:
         from kvlab.bench.sglang_rank import profile
 
         batch, _, context = shape.partition("x")
-        path = asked.out.with_name(f"{shape}.trace.json.gz")
+        path = asked.out.with_name(f"{asked.out.stem}-{shape}.trace.json.gz")
         profile(rank, rank.start_at(int(batch), int(context)), str(path))
         say(f"trace {path.name}")
     say(f"status {found.write()['processes'][0]['patch']['counters']}")

@@ -122,7 +122,7 @@ def test_a_fused_kernel_that_raises_serves_the_call_all_the_same(its, monkeypatc
 
 def test_a_kv_write_that_raises_or_is_wrong(its, monkeypatch, caplog):
     pool = [b.clone() for b in its.pool.kv_buffer]
-    monkeypatch.setattr(write, "write", raising(RuntimeError("no")))
+    monkeypatch.setattr(write, "new_rows", raising(RuntimeError("no")))
     status = steps(its, "shadow")
     assert status["counters"]["kv_writes"] == {"stock": 4}
     assert len(lines(caplog)) == 1

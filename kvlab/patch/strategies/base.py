@@ -9,6 +9,7 @@ import torch
 from kvlab.patch.policy import Facts
 from kvlab.patch.reads import Adapter, Reads
 from kvlab.patch.scratch import Scratch
+from kvlab.patch.write import NewRows
 
 
 class TakeOver(BaseException):
@@ -23,7 +24,11 @@ class TakeOver(BaseException):
 
 @dataclass
 class Call:
-    """One call of `forward_decode` or `forward_extend` while it runs."""
+    """One call of `forward_decode` or `forward_extend` while it runs.
+
+    `pending`: new rows that are not written yet, handed only to strategies that have `is_joint`. One that
+    writes them with its cast sets it to None; `settle()` writes them by themselves.
+    """
 
     site: str
     kind: str
@@ -41,6 +46,8 @@ class Call:
     is_capturing: bool = False
     generation: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)
+    pending: NewRows | None = None
+    settle: Callable[[], None] = lambda: None
 
 
 class Strategy(Protocol):

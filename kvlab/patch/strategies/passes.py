@@ -8,6 +8,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvlab.patch.strategies.base import Call
 
 
@@ -15,7 +17,8 @@ from kvlab.patch.strategies.base import Call
 class Pass:
     """`layers`: how many were seen so far; `layers_before`: how many the pass before it had.
 
-    `found`: what its strategy keeps, at first what the pass before left.
+    `found`: what its strategy keeps, at first what the pass before left; `written`: whose slots it left out
+    of that, because each layer writes them.
     """
 
     generation: int
@@ -26,6 +29,7 @@ class Pass:
     layers: int = 1
     layers_before: int = 0
     found: Any = None
+    written: torch.Tensor | None = None
 
 
 class Passes:

@@ -2,6 +2,7 @@
 
 Where a pass has several layers, its distinct slots are listed once, in the pool's order: a prefix that many
 requests share is cast once a layer, not once a request. A draft model's single layer is not worth the list.
+A decode step's own new slots are left out of the list: each layer writes them with its cast, in one launch.
 """
 
 from typing import Any
@@ -13,11 +14,13 @@ from kvlab.patch.policy import Facts
 from kvlab.patch.scratch import clear_unread
 from kvlab.patch.strategies.base import Call
 from kvlab.patch.strategies.passes import Passes
+from kvlab.patch.write import NewRows
 
 
 class Shadow:
     name = "shadow"
     is_exact = True
+    is_joint = True
 
     def __init__(self) -> None:
         self._passes = Passes()
@@ -41,9 +44,26 @@ class Shadow:
         begins = 1 if its.layers_before > 1 else 2
         if its.layers == begins:
             its.found = casts.slot_list(call.reads.tables, slots, its.found)
+            its.written = call.pending.loc if call.pending is not None else None
+            if its.written is not None:
+                casts.without(its.found, its.written)
             if call.is_capturing and all(its.found is not kept for kept in self._captured):
                 self._captured.append(its.found)
         is_listed = its.found is not None and its.layers >= begins
-        for source in (its.found,) if is_listed else call.reads.tables:
+        if is_listed and _same(its.written, call.pending):
+            if call.pending is None:
+                return casts.shadow(rows, out, its.found)
+            casts.write_shadow(its.found, out, call.pending)
+            call.pending = None
+            return out
+        call.settle()
+        for source in call.reads.tables:
             casts.shadow(rows, out, source)
         return out
+
+
+def _same(written: torch.Tensor | None, pending: NewRows | None) -> bool:
+    """Does this layer write the very slots that the list leaves out?"""
+    if written is None or pending is None:
+        return written is None and pending is None
+    return (written.data_ptr(), written.shape) == (pending.loc.data_ptr(), pending.loc.shape)

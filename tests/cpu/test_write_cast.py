@@ -1,0 +1,84 @@
+"""One launch for KV write and cast: the bits of the two launches, in the interpreter or on a GPU."""
+
+import pytest
+import torch
+
+from kvlab.kernels import kv_write
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.cast import shadow_cast
+from kvlab.kernels.slot_list import list_for, slot_list
+from kvlab.kernels.write_cast import without, write_cast
+
+RANK, ROPE = 64, 16
+WIDTH = RANK + ROPE
+
+
+def inputs(device, fp8, *, lengths, page_size=1, slots=512, seed=0, spread=1.0, padded=0):
+    """Requests of `lengths`, the last token of each just being written; `padded` rows on slot 0 behind."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 256, (slots, 1, WIDTH), generator=generator, dtype=torch.uint8).to(device)
+    pages = (torch.randperm(slots // page_size - 1, generator=generator) + 1).to(torch.int32)
+    table, at = torch.full((len(lengths), 16), -1, dtype=torch.int32), 0
+    flat = []
+    for b, n in enumerate(lengths):
+        need = -(-n // page_size)
+        mine = pages[at : at + need]
+        at += need
+        if need <= 16:
+            table[b, :need] = mine
+        position = torch.arange(n)
+        flat.append(mine[position // page_size] * page_size + (position % page_size).to(torch.int32))
+    loc = torch.tensor([int(f[-1]) for f in flat if len(f)] + [0] * padded)
+    indptr = torch.tensor([0, *torch.tensor([*lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    stale = torch.randint(0, slots, (9,), generator=generator, dtype=torch.int32)
+    if page_size == 1:
+        active = ActiveSlots.ragged(torch.cat([*flat, stale]).to(device), indptr.to(device))
+    else:
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        active = ActiveSlots.paged(table.to(device), lens.to(device), page_size)
+    new = torch.randn((loc.numel(), WIDTH), generator=generator).to(torch.bfloat16) * spread
+    new = new.to(device)
+    return rows, active, loc.to(device), new[:, :RANK], new[:, RANK:]
+
+
+def both(device, fp8, dtype, **changes):
+    rows, active, loc, nope, rope = inputs(device, fp8, **changes)
+    one, two = rows.clone(), rows.clone()
+    shadow = torch.full(rows.shape, 7.0, dtype=dtype, device=device)
+    apart = shadow.clone()
+    found = slot_list(active, list_for(rows.shape[0], torch.device(device)))
+    without(found.slots, found.count, loc)
+    write_cast(one, shadow, found.slots, found.count, loc, nope, rope, fp8)
+    kv_write.write(two, loc, nope, rope, fp8)
+    shadow_cast(two.view(fp8), apart, active)
+    # Slot 0 takes what several padded rows write: any of them.
+    assert torch.equal(one[1:], two[1:])
+    assert torch.equal(shadow.view(torch.int16)[1:], apart.view(torch.int16)[1:])
+    return shadow, loc
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_bits_are_those_of_two_launches(device, fp8, dtype, page_size):
+    shadow, loc = both(device, fp8, dtype, lengths=[5, 1, 33], page_size=page_size)
+    assert (shadow[loc] != 7.0).all()
+
+
+@pytest.mark.parametrize("lengths", [[1], [200], [3] * 17, [2] * 64, [120, 1, 90]])
+def test_batches_and_lengths(device, lengths):
+    both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=lengths)
+
+
+def test_padded_rows_share_slot_0(device):
+    both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=[4, 9], padded=6)
+
+
+def test_what_no_fp8_can_hold_is_written_as_stock_writes_it(device):
+    both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=[4, 9], spread=1e4)
+
+
+def test_many_rows_take_the_long_way(device):
+    lengths = [150, 150, 150]
+    both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=lengths, slots=512)
+    both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=lengths, slots=512, page_size=16)
