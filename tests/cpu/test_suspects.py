@@ -15,7 +15,7 @@ from kvlab.suspects import recorded
 from kvlab.suspects.analysis import Measured
 from kvlab.suspects.bounds import all_reduce_us, bounds, full_cast_ms, message_bytes
 from kvlab.suspects.cases import analyse_case, elsewhere
-from kvlab.suspects.results import LiveRun, Product, Reduce, Shape, Small
+from kvlab.suspects.results import LiveRun, Product, Reduce, Shape, Small, step_ms
 from kvlab.suspects.shapes import distinct_experts, linears
 from kvlab.weights import weights
 
@@ -169,10 +169,25 @@ def test_what_others_report_stands_beside_the_bound_and_counts_on_such_a_card():
     # Outside the reported sizes nothing is claimed.
     assert recorded.reported_us("rtx-pro-6000", 8, 1024) is None
     assert recorded.reported_us("rtx-pro-6000", 4, 12_288) is None
-    # The H200 step's times are of another card: they are shown and grant nothing.
+    # Times of another card are shown and grant nothing.
     gemm = s.source_text().suspect("gemm")
     assert gemm.most_ms == pytest.approx(5 * gemm.bound_ms)
-    assert gemm.elsewhere_ms == pytest.approx(4.547, abs=0.01)
+    assert "NVIDIA H200" in gemm.elsewhere_from
+
+
+def test_the_products_alone_add_up_to_those_of_the_step_and_two_cards_reduce():
+    name, run = recorded.newest_run()
+    assert run.device == "NVIDIA H200"
+    alone = step_ms(run, "gemm", batch=1, fmt="bf16")
+    assert alone == pytest.approx(s.recorded_rank().suspect("gemm").measured_ms, rel=0.05)
+    small = [r for r in run.reduces if r.ranks == 2 and r.bytes == 12_288]
+    assert len(small) == 1
+    assert small[0].correct
+    rank = s.recorded_rank().suspect("communication")
+    assert rank.elsewhere_ms == pytest.approx(157 * small[0].us / 1e3)
+    assert name in rank.elsewhere_from
+    refused = {p.reason for shape in run.shapes for p in shape.products if p.format == "nvfp4"}
+    assert refused == {"no nvfp4 tensor cores before SM100; this card is SM90"}
 
 
 def test_a_part_that_overran_its_bound_on_record_is_granted_as_much():

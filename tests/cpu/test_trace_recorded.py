@@ -1,0 +1,80 @@
+"""The traces recorded on an H200, stock and patched: what the report and the diff say of each."""
+
+import functools
+import json
+
+import msgspec
+import pytest
+
+from kvlab.data import recorded
+from kvlab.trace import read, report
+from kvlab.trace.diff import diff
+from kvlab.trace.record import Recording, Try
+
+TRACES = recorded("h200-traces")
+SHARE = recorded("h200-69")
+RUNS = sorted(p.name.removesuffix("-off") for p in TRACES.glob("*-off"))
+
+
+@functools.cache
+def told(path):
+    return report(read(path))
+
+
+def pairs():
+    """(stock, patched, policy) of every recorded batch."""
+    for run in RUNS:
+        for policy in ("exact", "fast"):
+            for path in sorted((TRACES / f"{run}-off").glob("*.gz")):
+                patched = TRACES / f"{run}-{policy}" / path.name
+                if patched.exists():
+                    yield pytest.param(path, patched, policy, id=f"{run} {policy} {path.name.split('.')[0]}")
+    for policy in ("exact", "fast"):
+        (path,) = (SHARE / "off").glob("*.gz")
+        yield pytest.param(path, SHARE / policy / path.name, policy, id=f"69 {policy}")
+
+
+@pytest.mark.parametrize(("stock", "patched", "policy"), list(pairs()))
+def test_the_cast_of_the_pool_is_in_every_stock_step_and_in_no_patched_one(stock, patched, policy):
+    before, after = told(stock), told(patched)
+    assert before.kv_cast.copies_per_step == 78
+    assert before.kv_cast.pool_slots == 495_552
+    assert before.kv_cast.row_bytes == 576
+    assert before.kv_cast.ms_per_step == pytest.approx(67.7, rel=0.01)
+    assert after.kv_cast is None
+    change = diff(before, after)
+    assert change.kv_cast_gone
+    cast = change.categories["dtype cast"]
+    # Decode by `fused` casts nothing; `exact` keeps a cast of the slots in use, and shows it in this class.
+    limit = 0.005 if any("mla_" in name for name in change.appeared) else 0.02
+    assert cast.after_ms < limit * change.after_step_ms
+    assert cast.after_share < limit
+    assert before.unclassified == after.unclassified == []
+    # Nothing but the cast explains the difference: the rest together moved by less than a tenth of it.
+    rest = [abs(c.delta_ms) for name, c in change.categories.items() if name != "dtype cast"]
+    assert sum(rest) < 0.1 * (cast.before_ms - cast.after_ms)
+    assert told(patched).step_ms < 0.35 * told(stock).step_ms or not after.cuda_graphs
+
+
+FOLDERS = sorted(p for p in (*TRACES.iterdir(), *SHARE.iterdir()) if p.is_dir())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_each_says_how_it_was_patched(folder):
+    kept = msgspec.json.decode((folder / "provenance.json").read_bytes(), type=Recording)
+    policy = folder.name.rpartition("-")[2]
+    assert kept.provenance.kvlab_patch == kept.request["patch"] == kept.patch["strategy"] == policy
+    assert set(kept.provenance.gpus) == {"NVIDIA H200"}
+    for path in folder.glob("*.gz"):
+        assert path.name in kept.files
+
+
+def test_the_share_of_the_source_text_is_measured():
+    kept = told(SHARE / "off" / "decode-b20-c100.trace.json.gz")
+    assert kept.kv_cast.share == pytest.approx(0.69, abs=0.005)
+    assert kept.step_ms - kept.kv_cast.ms_per_step == pytest.approx(29.4, abs=0.2)
+    tries = json.loads((SHARE / "tries.json").read_text())
+    every = [msgspec.convert(t, Try) for run in tries["runs"] for t in run["tries"]]
+    nearest = min(every, key=lambda t: abs(t.share - tries["wanted_share"]))
+    assert (nearest.batch, nearest.share) == (20, pytest.approx(kept.kv_cast.share))
+    assert tries["kept"] == "off/decode-b20-c100.trace.json.gz"
