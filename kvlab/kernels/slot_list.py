@@ -57,7 +57,6 @@ def kvlab_slot_list_mark(
             live = position < tl.sum(tl.where(request == b, lengths, 0), 0)
             page = tl.load(table + b * table_stride + position // page_size, mask=live, other=-1)
             slot = page.to(tl.int64) * page_size + position % page_size
-            live &= page >= 0
         else:
             position = tile * LANES + lane
             live = position < tokens
