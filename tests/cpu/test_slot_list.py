@@ -56,8 +56,8 @@ def test_every_named_slot_once_in_order(lengths, page_size, slots, seed, holes, 
 @pytest.mark.parametrize("page_size", [0, 4])
 @pytest.mark.parametrize(
     "lengths",
-    [[2**31 - 1, 5], [-3, 5], [99, 2**31 - 4], [0] * 512],
-    ids=["max", "negative", "near-max", "zeros"],
+    [[2**31 - 1, 5], [-3, 5], [-(2**31), 5], [99, 2**31 - 4], [0] * 512],
+    ids=["max", "negative", "most negative", "near-max", "zeros"],
 )
 def test_lengths_that_no_table_holds_stay_inside_it(lengths, page_size, device):
     def i32(values):
