@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
-from kvlab.patch import policy, selfcheck, write
+from kvlab.patch import casts, policy, selfcheck, write
 from kvlab.patch.attempt import Attempt, a_layer, one_line
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
@@ -245,6 +245,8 @@ class Runtime:
 
     def joint_refusal(self, facts: Facts) -> str | None:
         """Why the KV write and the cast stay two launches, or None; asked once."""
+        if not casts.most_joint_writes(facts.device):
+            return "no kernel for it here"
         key = ("joint", facts.device, facts.fp8, facts.q_dtype, facts.width)
         if key not in self._checked:
             if is_capturing(facts.device):

@@ -121,8 +121,6 @@ def check_write(facts: Facts) -> str | None:
 
 def check_joint(facts: Facts) -> str | None:
     """KV write and cast in one launch: the bytes and bits of the two, one after the other."""
-    if not casts.most_joint_writes(facts.device):
-        return "no kernel for it here"
     rank = facts.rank or facts.width - 64
     rows, active = _codes(facts), _active(replace(facts, page_size=1))
     pool = rows.view(torch.uint8)
