@@ -289,7 +289,7 @@ def _int64(values: list[int]) -> array:
 def _clean(columns: Any) -> tuple[Any, int]:
     """Columns ordered by start, without events that have no time; negative durations count as none."""
     start, dur = columns.start, columns.dur
-    timeless = any(map(math.isnan, start)) or any(map(math.isnan, dur))
+    timeless = math.isnan(sum(start)) or math.isnan(sum(dur))  # one NaN makes the sum one
     dropped = 0
     if timeless or not _nearly_ordered(columns):
         order = list(range(len(start)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvlab.errors import BadInput
 
 # Small enough that a batch of events stays in memory the allocator reuses: 2 MiB takes half as long again.
-CHUNK = 64 << 10
+CHUNK = 128 << 10
 
 
 def chunks(path: str | Path, size: int = CHUNK) -> Iterator[bytes]:
