@@ -63,6 +63,8 @@ def _program() -> str:
 
 def _shorten(arg: str) -> str:
     """An absolute path says where a host keeps its files, which is nobody's business: keep its last part."""
+    if " " in arg:  # an argument that holds another program's
+        return " ".join(map(_shorten, arg.split(" ")))
     flag, eq, value = arg.partition("=")
     if eq and os.path.isabs(value):
         return f"{flag}={Path(value).name}"

@@ -15,3 +15,15 @@ def test_baseline_says_what_the_patch_was(monkeypatch):
     assert provenance.collect().kvlab_patch == "off"
     monkeypatch.delenv("KVLAB_PATCH")
     assert provenance.collect().kvlab_patch == "unset"
+
+
+def test_no_path_of_the_host_is_kept():
+    command = [
+        "python -m kvlab",
+        "--out",
+        "/home/me/run",
+        "--one-batch",
+        "--model-path /home/me/rank --log=/x/y 3",
+    ]
+    kept = provenance.collect(command).command
+    assert kept == "python -m kvlab --out run --one-batch --model-path rank --log=y 3"
