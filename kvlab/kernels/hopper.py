@@ -7,7 +7,7 @@ length. `supports` says why a call is not for this kernel; `mla_decode` takes th
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -20,11 +20,12 @@ from kvlab.kernels.checks import WIDE_DTYPES, expect, rows_2d
 RANK = 512
 ROPES = (0, 64)
 MAX_HEADS = 128
-MAX_BATCH = 4096
+MAX_BATCH = 2048
 CHUNK = 16  # tokens a slot of the load ring holds
 ROW_PITCH = 592  # bytes a row takes in shared memory
 SHARED_LIMIT = 227 << 10  # bytes a block may have on Hopper
 MAX_CTAS = 384
+MAX_RING = 32  # slots of the load ring, as mla_common.cuh has it
 TICKET_BYTES = 4 * MAX_CTAS * 4
 
 
@@ -37,7 +38,7 @@ class Variant:
     columns: int  # query columns (heads x query tokens) an item holds
     threads: int
     macros: tuple[tuple[str, int], ...]
-    fixed_shared: int  # bytes of shared memory beside the ring and the schedule
+    own_shared: int  # bytes of shared memory that the file's own arrays take
     ctas_per_sm: int = 1
     min_span: int = 8  # chunks of CHUNK tokens that a CTA takes at least, a cluster that many a CTA
     overhead: int = 2  # what starting and ending an item costs, in chunks
@@ -45,7 +46,7 @@ class Variant:
     cluster: int = 1  # CTAs that share an item and add their results up slice by slice
     min_part: int = 8  # chunks that a CTA of a cluster takes at least
     ring_step: int = 1  # the ring's slots are a multiple of this
-    max_ring: int = 1024
+    align: int = 128  # of the ring behind the fixed bytes
 
     def source(self, rope: int, is_e5m2: bool, is_half: bool, **flags: bool) -> nvrtc.Source:
         """`flags`: multi, cap, paged, index64, off where not named."""
@@ -53,6 +54,12 @@ class Variant:
         given |= {name.upper(): flags.get(name, False) for name in ("multi", "cap", "paged", "index64")}
         given |= {"CLUSTER": self.cluster, "FIXED_SHARED": self.fixed_shared}
         return nvrtc.Source(self.file, self.entry, nvrtc.defines(given) + self.macros)
+
+    @property
+    def fixed_shared(self) -> int:
+        """Bytes of shared memory before the ring: `struct Shared` of the file, `struct Meeting` in it."""
+        meeting = 8 * self.cluster * self.columns + 18 * MAX_RING + 8 + 12 + 12  # the last is padding
+        return -(-(self.own_shared + meeting) // self.align) * self.align
 
     def most_ctas(self, device: int) -> int:
         """CTAs of the persistent grid at most."""
@@ -69,10 +76,10 @@ class Variant:
 
     def layout(self, batch: int) -> tuple[int, int]:
         """Slots of the ring and bytes of dynamic shared memory for this batch."""
-        schedule = 4 * (3 * (batch + 1) + 1)
-        per_slot = CHUNK * ROW_PITCH + 20
+        schedule = 4 * (2 * (batch + 1) + 1)
+        per_slot = CHUNK * ROW_PITCH
         budget = SHARED_LIMIT // self.ctas_per_sm - (1024 if self.ctas_per_sm > 1 else 0)
-        slots = min((budget - self.fixed_shared - schedule) // per_slot, self.max_ring, 64)
+        slots = min((budget - self.fixed_shared - schedule) // per_slot, MAX_RING)
         slots -= slots % self.ring_step
         return slots, self.fixed_shared + slots * per_slot + schedule
 
@@ -100,7 +107,6 @@ def few_heads(
     shared += 16 * groups * tiles * 32  # merge
     shared += (RANK + max(ROPES)) * columns * 2  # q
     shared += 8 * groups * columns + 4 * columns  # ml, down
-    shared += 8 + 16  # ready, scratch, flag
     macros = {
         "G": group,
         "NG": groups,
@@ -114,11 +120,11 @@ def few_heads(
     }
     return Variant(
         "mla_few_heads.cu",
-        "mla_few_heads",
+        "kvlab_mla_few_heads",
         columns,
         32 * (warps + producers),
         nvrtc.defines(macros),
-        -(-shared // 128) * 128,
+        shared,
         ctas_per_sm,
         min_span,
         overhead,
@@ -128,25 +134,25 @@ def few_heads(
 
 
 def many_heads(
-    columns: int, *, producers: int = 4, min_span: int = 8, overhead: int = 4, cluster: int = 1
+    columns: int, *, producers: int = 4, min_span: int = 8, overhead: int = 12, cluster: int = 1
 ) -> Variant:
     """mla_many_heads.cu: two warpgroups on tiles of 128 tokens, 32 or 64 columns."""
     shared = (RANK + max(ROPES) + 128) * columns * 2  # q, p
     shared += 4 * 8 * columns + 4 * 4 * columns  # sums, m, scale, sees, top
-    shared += 8 + 16  # ready, scratch, flag
     macros = {"REGISTERS": 224, "PRODUCER_REGISTERS": 56, "PRODUCERS": producers}
     return Variant(
         "mla_many_heads.cu",
-        "mla_many_heads",
+        "kvlab_mla_many_heads",
         columns,
         32 * (8 + producers),
         nvrtc.defines(macros),
-        -(-shared // 1024) * 1024,
+        shared,
         1,
         min_span,
         overhead,
         ring_step=producers // 2,
         cluster=cluster,
+        align=1024,
     )
 
 
@@ -164,20 +170,37 @@ class _Params(ctypes.Structure):
     )
 
 
-def choose(columns: int, batch: int) -> Variant:
-    """The measured best variant for this many query columns (heads x query tokens) a request."""
-    held = 8 if columns <= 8 else 16 if columns <= 16 else 32 if columns <= 32 else 64
-    items = batch * -(-columns // held)
-    # A cluster's CTAs add up faster than a crowd of single ones, the more so the wider an item is; but
-    # clusters of 8 leave SMs unused, and whole items need no adding.
-    cluster = 1 if held == 8 or items > 66 else 2 if items > 4 else 8
-    if held == 8:
-        return few_heads(8, 2, 4, cluster=cluster)
-    if held == 16:
-        return few_heads(
-            16, 2, 4, rounds=2, registers=224, producer_registers=56, q_shared=True, cluster=cluster
-        )
-    return many_heads(held, cluster=cluster)
+_EIGHT = few_heads(8, 2, 4, overhead=8)
+_SIXTEEN = few_heads(16, 2, 4, rounds=2, registers=224, producer_registers=56, q_shared=True, overhead=8)
+_ANY = 1 << 30
+# Swept on an H200: for at most so many query columns a request, requests, and tokens a request that the table
+# has room for, this variant. Clusters merge faster than a crowd of single CTAs, but those of 8 leave SMs unused,
+# and whole items need no merging. Where there is little to do, narrow items start and merge sooner, though each
+# block of columns reads the rows again.
+_CHOICES: tuple[tuple[int, int, int, Variant], ...] = (
+    (8, 4, _ANY, replace(_EIGHT, cluster=8)),
+    (8, _ANY, _ANY, _EIGHT),
+    (16, 4, _ANY, replace(_EIGHT, cluster=8)),
+    (16, 32, _ANY, _EIGHT),
+    (16, _ANY, _ANY, _SIXTEEN),
+    (64, 4, 2048, replace(_EIGHT, cluster=8)),
+    (_ANY, 4, 2048, replace(_SIXTEEN, cluster=8)),
+    (_ANY, 4, _ANY, many_heads(32, cluster=8)),
+    (32, 66, _ANY, many_heads(32, cluster=2)),
+    (32, _ANY, _ANY, many_heads(32)),
+    (_ANY, 32, 2048, many_heads(32, cluster=2)),
+    (64, 66, _ANY, many_heads(64, cluster=2, overhead=24)),
+    (_ANY, 32, _ANY, many_heads(64, cluster=2, overhead=24)),
+    (_ANY, _ANY, _ANY, many_heads(64)),
+)
+
+
+def choose(columns: int, batch: int, room: int = _ANY) -> Variant:
+    """The measured best variant for so many query columns (heads x query tokens) a request, and requests.
+
+    `room`: tokens a request that the table can name at most, on average.
+    """
+    return next(v for c, b, r, v in _CHOICES if columns <= c and batch <= b and room <= r)
 
 
 @cache
@@ -218,29 +241,22 @@ def supports(
     if rows.data_ptr() % 16 or rows.stride(0) % 16 or rows.stride(0) >= 2**31:
         return "rows that do not start at multiples of 16 bytes"
     for name, q in (("q_nope", q_nope), ("q_pe", q_pe)):
-        if q is not None and (q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4):
-            return f"{name} rows that do not start at multiples of 8 bytes"
+        if q is not None and (q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8):
+            return f"{name} rows that do not start at multiples of 16 bytes"
     return None
 
 
 def workspace_bytes(
     device: torch.device, columns: int, batch: int | None = None, variant: Variant | None = None
 ) -> int:
-    """Bytes of scratch for calls of `batch` requests (None: any number) with these query columns each."""
-    batches = (1, 17, 33, 67) if batch is None else (batch,)
-    variants = [variant] if variant else [choose(columns, n) for n in batches]
-    return max(v.workspace_bytes(device.index) for v in variants)
+    """Bytes of scratch for calls of `batch` requests (None: any number) with these query columns each.
 
-
-def new_workspace(
-    device: torch.device, columns: int, batch: int | None = None, variant: Variant | None = None
-) -> torch.Tensor:
-    """Scratch, uint8. Its first bytes are tickets: zero before the first call, and left zero by each call.
-
-    One workspace serves calls that follow each other on a stream; streams that run at once need their own.
+    The first TICKET_BYTES are tickets: zero before the first call, and left zero by each. One workspace
+    serves calls that follow each other on a stream; streams that run at once need their own.
     """
-    size = workspace_bytes(device, columns, batch, variant)
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+    rows = [v for c, b, _, v in _CHOICES if columns <= c and (batch or 1) <= b]
+    variants = [variant] if variant else rows
+    return max(v.workspace_bytes(device.index) for v in variants)
 
 
 def columns_of(heads: int, tokens: int, batch: int, q_indptr: torch.Tensor | None) -> int:
@@ -337,7 +353,7 @@ def mla_decode(
         return out, lse
 
     columns = columns_of(heads, tokens, active.batch, q_indptr)
-    variant = variant or choose(columns, active.batch)
+    variant = variant or choose(columns, active.batch, active.capacity // max(1, active.batch))
     need = workspace_bytes(device, columns, active.batch, variant)
     if workspace is None:
         workspace = _own_workspace(device, need)
@@ -389,7 +405,8 @@ def mla_decode(
         v_scale=k_scale,
     )
     with torch.cuda.device(device):
-        kernel.launch(ctas, variant.threads, shared, torch.cuda.current_stream(device).cuda_stream, params)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        kernel.launch(ctas, variant.threads, shared, stream, params)
     return out, lse
 
 

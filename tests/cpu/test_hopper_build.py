@@ -10,8 +10,10 @@ from kvlab.kernels.aot import REGISTERS_PER_SM, SHARED_PER_BLOCK
 CASES = [
     (8, 1, {}),
     (8, 67, {"multi": True, "cap": True, "paged": True}),
-    (16, 1, {"index64": True}),
+    (16, 1, {"multi": True}),
+    (16, 67, {"index64": True}),
     (32, 17, {}),
+    (64, 17, {}),
     (64, 67, {}),
     (64, 1, {"multi": True, "paged": True}),
 ]
@@ -25,7 +27,7 @@ def test_compiles_and_fits(columns, batch, flags):
     registers = int(re.search(r"Used (\d+) registers", log)[1])
     assert registers * variant.threads <= REGISTERS_PER_SM
     # What is spilled lies outside the loop over chunks.
-    assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)) <= 128
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)) <= 256
     assert "C75" not in log  # setmaxnreg ignored, wgmma serialised
     for requests in (1, batch, 512, hopper.MAX_BATCH):
         ring, shared = variant.layout(requests)

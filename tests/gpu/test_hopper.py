@@ -21,7 +21,7 @@ pytestmark = [
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SLOTS = 60_000
 SCALE = 192**-0.5
-HEADS = {1: 8, 8: 8, 12: 16, 16: 16, 20: 32, 32: 32, 64: 64, 128: 64}  # heads -> columns of the variant
+HEADS = (1, 8, 12, 16, 20, 32, 64, 128)
 LENGTHS = [
     [1],
     [100],
@@ -100,8 +100,9 @@ def compiled():
     odd = [{"paged": True}, {"index64": True}, {"cap": True}]
     for heads in (8, 16, 64):
         v = hopper.choose(heads, 3)
-        work += [v.source(64, False, False, **f) for f in odd]
-        work += [v.source(64, True, True), v.source(0, False, False)]
+        many = {"multi": heads > v.columns}
+        work += [v.source(64, False, False, **f, **many) for f in odd]
+        work += [v.source(64, True, True, **many), v.source(0, False, False, **many)]
     with ThreadPoolExecutor() as several:
         list(several.map(nvrtc.build, work))
 
@@ -116,6 +117,35 @@ def test_equals_the_reference(heads, lengths):
 def test_every_cluster_size_merges_right(variant):
     for lengths in ([40_000], [5_000, 0, 900, 2], [700] * 40):
         check(*queries(len(lengths), variant.columns), pool(), ragged(lengths), variant=variant)
+
+
+@pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.columns}c{v.cluster}")
+def test_reduced(variant):
+    """Small enough for compute-sanitizer: items whole and split, an empty one, clusters that merge."""
+    check(*queries(4, variant.columns), pool(), ragged([600, 3, 0, 40]), variant=variant)
+
+
+@pytest.mark.parametrize("order", ["up", "down", "saw"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_a_maximum_that_moves_all_the_way(heads, order):
+    """Logits that grow, fall or saw along the request, each head at its own pace."""
+    g = torch.Generator("cuda").manual_seed(heads)
+    for n in (70, 3_000, 20_000):
+        along = torch.arange(n, device="cuda") / n
+        pace = {"up": along, "down": 1 - along, "saw": along * (torch.arange(n, device="cuda") % 97) / 97}[
+            order
+        ]
+        axis = torch.randn(576, generator=g, device="cuda").sign()
+        noise = torch.randn(n + 1, 576, generator=g, device="cuda")
+        rows = torch.zeros(n + 1, 576, device="cuda")
+        rows[1:] = 8 * pace[:, None] * axis + 0.3 * noise[1:]
+        steep = torch.linspace(-1, 1, heads, device="cuda")[:, None]
+        q = (steep * axis + 0.2 * noise[:heads]).bfloat16()[None]
+        active = ActiveSlots.ragged(
+            torch.arange(1, n + 1, dtype=torch.int32, device="cuda"),
+            torch.tensor([0, n], dtype=torch.int32, device="cuda"),
+        )
+        check(q[..., :512], q[..., 512:], rows.to(E4M3), active)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64])
@@ -161,7 +191,9 @@ def test_one_graph_serves_every_length_and_repeats_its_bits(heads):
     table = torch.randint(100, SLOTS, (batch * most,), device="cuda").int()
     bounds = torch.zeros(batch + 1, dtype=torch.int32, device="cuda")
     active, out = ActiveSlots.ragged(table, bounds), torch.empty_like(nope)
-    workspace = hopper.new_workspace(rows.device, heads, batch)
+    workspace = torch.zeros(
+        hopper.workspace_bytes(rows.device, heads, batch), dtype=torch.uint8, device="cuda"
+    )
 
     def step():
         hopper.mla_decode(nope, pe, rows, active, sm_scale=SCALE, out=out, workspace=workspace)

@@ -6,9 +6,10 @@
 // or, where that costs little, padded to whole spans, so that no cluster has two. Lengths are read on the device,
 // so one captured graph serves every length.
 //
-// The CTAs of a cluster share an interval's chunks evenly. They leave their results in global memory, tell each
-// other so, and each adds up a slice of the dims; what several clusters have of an item is added up, slice by
-// slice, by whoever is last. All sums are in a fixed order.
+// The CTAs of a cluster share an interval's chunks evenly. Of the last item that a cluster takes, mostly its only
+// one, they put their results into each other's shared memory, of others into global memory, and each adds up a
+// slice of the dims; what several clusters have of an item is added up, slice by slice, by whoever is last. All
+// sums are in a fixed order.
 //
 // Compile-time: NH columns an item, ROPE rope dims (64 or 0), E5M2 (else e4m3), HALF (FP16 Q and out, else
 // BF16), MULTI (several query tokens or more than NH heads; else an item is a request and a column a head), CAP
@@ -32,7 +33,7 @@ typedef long long i64;
 #define SLOT_BYTES (CHUNK * ROW_PITCH)
 #define NT (NH / 8)
 #define TILES (RANK / 16 * NT)
-#define MAX_FAN 8  // more parts than this are merged in two levels
+#define MAX_FAN (CLUSTER == 8 ? 16 : 8)  // more parts than this are merged in two levels
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -90,7 +91,6 @@ __device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
 __device__ __forceinline__ void copy16(u32 dst, const u8* src, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(real ? 16 : 0) : "memory");
 }
-#if CLUSTER > 1
 __device__ __forceinline__ int cluster_rank() {
     int r;
     asm("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
@@ -100,6 +100,10 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+// Of all threads that have not ended.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Arrive at the barrier that CTA `rank` of this cluster has where this CTA has `bar`.
 __device__ __forceinline__ void mbar_arrive_at(u32 bar, int rank) {
@@ -108,6 +112,18 @@ __device__ __forceinline__ void mbar_arrive_at(u32 bar, int rank) {
             bar),
         "r"(rank)
         : "memory");
+}
+__device__ __forceinline__ u32 at_rank(u32 at, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void store_at(u32 there, float4 x) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_at(u32 there, float x, float y) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(there), "f"(x), "f"(y) : "memory");
 }
 __device__ __forceinline__ void mbar_wait_cluster(u32 bar, u32 parity) {
     u32 done;
@@ -119,9 +135,6 @@ __device__ __forceinline__ void mbar_wait_cluster(u32 bar, u32 parity) {
             : "memory");
     } while (!done);
 }
-#else
-__device__ __forceinline__ int cluster_rank() { return 0; }
-#endif
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -174,6 +187,11 @@ __device__ __forceinline__ float rcp_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+__device__ __forceinline__ float4 load_shared4(u32 at) {
+    float4 x;
+    asm volatile("ld.shared::cta.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+    return x;
 }
 __device__ __forceinline__ u32 pack_half(float lo, float hi) {
     u32 y;
@@ -243,8 +261,8 @@ struct Item {
 };
 
 struct Plan {
-    // In shared memory: where a request starts on the line [requests + 1], its tokens, where its table starts.
-    const int *prefix, *length, *begin;
+    // In shared memory: where a request starts on the line [requests + 1], and its tokens.
+    const int *prefix, *length;
     int requests, span, overhead, lo, hi;
     int unit, rank;  // cluster, and CTA in it
 };
@@ -252,6 +270,13 @@ struct Plan {
 __device__ __forceinline__ int q_begin(const Params& p, int r) {
     if (!MULTI || !p.q_indptr) return r;
     return r <= p.bs ? p.q_indptr[r] : p.tokens;
+}
+
+// Tokens of a request; of unused query tokens none.
+__device__ __forceinline__ int tokens_of(const Params& p, int r) {
+    if (MULTI && r >= p.bs) return 0;
+    int n = PAGED ? __ldcg(p.bounds + r) : __ldcg(p.bounds + r + 1) - __ldcg(p.bounds + r);
+    return n < 0 ? 0 : n;
 }
 
 __device__ __forceinline__ int warp_scan(int x) {
@@ -297,61 +322,76 @@ __device__ __forceinline__ int item_weight(int chunks, int span, int overhead) {
 
 // Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens. All
 // threads read lengths, one warp lays them out. Ends in __syncthreads.
-__device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* begin, int* scratch) {
+__device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* scratch) {
     Plan plan;
     int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0);
-#pragma unroll 1
-    for (int r = threadIdx.x; r < requests; r += blockDim.x) {
-        int n = 0, at = 0;
-        if (!MULTI || r < p.bs) {
-            at = PAGED ? 0 : __ldg(p.bounds + r);
-            n = PAGED ? __ldg(p.bounds + r) : __ldg(p.bounds + r + 1) - at;
+    int2 span;
+    int total;
+    if (requests <= 32) {  // a lane a request, every warp for itself
+        int r = threadIdx.x & 31, n = 0, blocks = 0;
+        if (r < requests) {
+            n = tokens_of(p, r);
+            blocks = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;
         }
-        length[r] = n < 0 ? 0 : n;
-        begin[r] = at;
-        prefix[r] = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;  // blocks, for now
+        int chunks = (n + CHUNK - 1) / CHUNK, real = chunks ? blocks : 0;
+        Load load = {__reduce_add_sync(~0u, real * (chunks + p.overhead)), __reduce_add_sync(~0u, real),
+                     __reduce_max_sync(~0u, real ? chunks : 0)};
+        span = choose_span(p, load);
+        int weight = blocks * item_weight(chunks, span.x, span.y), end = warp_scan(weight);
+        total = __shfl_sync(~0u, end, 31);
+        if (threadIdx.x < requests) {
+            prefix[r] = end - weight;
+            length[r] = n;
+        }
+        if (threadIdx.x == 0) prefix[requests] = total;
+        __syncthreads();
+    } else {
+#pragma unroll 1
+        for (int r = threadIdx.x; r < requests; r += blockDim.x) {
+            length[r] = tokens_of(p, r);
+            prefix[r] = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;  // blocks, for now
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            int each = (requests + 31) >> 5, first = threadIdx.x * each;
+            int last = first + each < requests ? first + each : requests;
+            Load load = {0, 0, 0};
+#pragma unroll 1
+            for (int r = first; r < last; r++) {
+                int chunks = (length[r] + CHUNK - 1) / CHUNK, blocks = chunks ? prefix[r] : 0;
+                load.total += blocks * (chunks + p.overhead);
+                load.items += blocks;
+                load.most = load.most < chunks && blocks ? chunks : load.most;
+            }
+            load.total = __reduce_add_sync(~0u, load.total);
+            load.items = __reduce_add_sync(~0u, load.items);
+            load.most = __reduce_max_sync(~0u, load.most);
+            span = choose_span(p, load);
+            int sum = 0;
+#pragma unroll 1
+            for (int r = first; r < last; r++) {
+                int weight = prefix[r] * item_weight((length[r] + CHUNK - 1) / CHUNK, span.x, span.y);
+                prefix[r] = weight;
+                sum += weight;
+            }
+            int at = warp_scan(sum) - sum;
+#pragma unroll 1
+            for (int r = first; r < last; r++) {
+                int weight = prefix[r];
+                prefix[r] = at;
+                at += weight;
+            }
+            if (threadIdx.x == 31) {
+                prefix[requests] = at;
+                *(int2*)scratch = span;
+            }
+        }
+        __syncthreads();
+        span = *(int2*)scratch;
+        total = prefix[requests];
     }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        int each = (requests + 31) >> 5, first = threadIdx.x * each;
-        int last = first + each < requests ? first + each : requests;
-        Load load = {0, 0, 0};
-#pragma unroll 1
-        for (int r = first; r < last; r++) {
-            int chunks = (length[r] + CHUNK - 1) / CHUNK, blocks = chunks ? prefix[r] : 0;
-            load.total += blocks * (chunks + p.overhead);
-            load.items += blocks;
-            load.most = load.most < chunks && blocks ? chunks : load.most;
-        }
-        load.total = __reduce_add_sync(~0u, load.total);
-        load.items = __reduce_add_sync(~0u, load.items);
-        load.most = __reduce_max_sync(~0u, load.most);
-        int2 span = choose_span(p, load);
-        int sum = 0;
-#pragma unroll 1
-        for (int r = first; r < last; r++) {
-            int weight = prefix[r] * item_weight((length[r] + CHUNK - 1) / CHUNK, span.x, span.y);
-            prefix[r] = weight;
-            sum += weight;
-        }
-        int at = warp_scan(sum) - sum;
-#pragma unroll 1
-        for (int r = first; r < last; r++) {
-            int weight = prefix[r];
-            prefix[r] = at;
-            at += weight;
-        }
-        if (threadIdx.x == 31) {
-            prefix[requests] = at;
-            *(int2*)scratch = span;
-        }
-    }
-    __syncthreads();
-    int2 span = *(int2*)scratch;
-    int total = prefix[requests];
     plan.prefix = prefix;
     plan.length = length;
-    plan.begin = begin;
     plan.requests = requests;
     plan.span = span.x;
     plan.overhead = span.y;
@@ -439,7 +479,7 @@ __device__ __forceinline__ const u8* row_at(const Params& p, int slot) {
 __device__ __forceinline__ void produce(const Params& p, const Plan& plan, const Item& it, const Ring& ring, int w,
                                         int done) {
     int lane = threadIdx.x & 31;
-    i64 start = PAGED ? (i64)it.request * p.table_stride : (i64)plan.begin[it.request];
+    i64 start = PAGED ? (i64)it.request * p.table_stride : (i64)__ldcg(p.bounds + it.request);
     // A ring slot always belongs to the same warps: this CTA's chunk n to those of halves 2n and 2n + 1.
     int half = 2 * it.first + ((w - 2 * done) & (PRODUCERS - 1)), end = 2 * it.last;
     // Lane l holds the slot of row l % 8 of this warp's half number l / 8 from here; two loads ahead.
@@ -546,13 +586,41 @@ __device__ __forceinline__ int part_slot(const Plan& plan, const Item& it, int m
     return CLUSTER > 1 ? 2 * blockIdx.x + (merges & 1) : unit_slot(it, plan.unit);
 }
 
+#define SLICE (RANK / 16 / CLUSTER)
+#define MAX_RING 32
+// The small things in shared memory that both kernels have. Their addresses are known when compiling.
+struct Meeting {
+    __align__(16) float2 box[CLUSTER][NH];  // running maxima and sums, by CTA
+    u64 full[MAX_RING], empty[MAX_RING];    // the ring's barriers
+    u64 ready;                              // that a cluster's parts are in memory
+    u8 mask[MAX_RING][2];
+    int scratch[2];
+    int flag;
+};
+
+// Where a CTA's result of an item goes: whole to `out`, to the boxes of its cluster, or to slot `slot`.
+//
+// Boxes are for the last item that a cluster takes: the ring is empty behind it, and has room for each CTA's
+// slice of the dims, [CTA][tile of the slice][NT][32], so that nothing goes through memory.
+struct Sink {
+    bool whole, boxed;
+    int slot, rank;
+    u32 data, ml;  // shared addresses
+};
+__device__ __forceinline__ void put_tile(const Params& p, const Sink& to, const Target& out, int mt, int nt, float4 x,
+                                         float s0, float s1) {
+    int lane = threadIdx.x & 31, rank = mt / SLICE;
+    if (to.whole) store_out(out, mt, x, s0, s1);
+    else if (to.boxed) store_at(at_rank(to.data, rank) + (((to.rank * SLICE + mt % SLICE) * NT + nt) * 32 + lane) * 16, x);
+    else p.partial[((i64)to.slot * TILES + mt * NT + nt) * 32 + lane] = x;
+}
+
 // Add up `n` partial results in order: slots `from`, from + step + bump, from + 2 * step + bump ...; this CTA's slice
 // of the dims. All MERGE_WARPS warps call it; the result goes to `out` when `to_slot` is negative, else to that
 // slot. A part's sums and its accumulators are loaded at once, so the running maximum is raised on the way.
-#define SLICE (RANK / 16 / CLUSTER)
 #define OWN_TILES (SLICE * NT / MERGE_WARPS)  // of a warp
 #define BATCH (OWN_TILES < 2 ? 1 : OWN_TILES < 8 ? OWN_TILES : 8)
-#define AT_ONCE (BATCH > 4 ? 2 : 4)  // parts; with BATCH, what a lane loads before it waits
+#define AT_ONCE (BATCH > 4 ? 2 : BATCH > 1 ? 4 : 8)  // parts; with BATCH, what a lane loads before it waits
 __device__ __noinline__ void merge_parts(const Params& p, const Item& it, int from, int step, int bump, int n, int rank,
                                          int ml_rank, int to_slot, int warp) {
     int lane = threadIdx.x & 31, nt = warp % NT, col = 8 * nt + 2 * (lane & 3);
@@ -620,6 +688,60 @@ __device__ __noinline__ void merge_parts(const Params& p, const Item& it, int fr
     }
 }
 
+// Add up what the boxes of this CTA hold: its slice of the dims, to `out` or to the cluster's slot.
+__device__ __noinline__ void merge_box(const Params& p, const Item& it, const Sink& from, int to_slot, int warp) {
+    int lane = threadIdx.x & 31, nt = warp % NT, col = 8 * nt + 2 * (lane & 3);
+    Target to = target_of(p, it, col);
+    float m0 = NOTHING, m1 = NOTHING, l0 = 0.f, l1 = 0.f;
+    constexpr int step = MERGE_WARPS / NT, batch = SLICE / step < 1 ? 1 : SLICE / step < 4 ? SLICE / step : 4;
+#pragma unroll 1
+    for (int q0 = warp / NT; q0 < SLICE; q0 += batch * step) {
+        float4 o[batch];
+        m0 = m1 = NOTHING;
+        l0 = l1 = 0.f;
+#pragma unroll
+        for (int j = 0; j < batch; j++) o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+        for (int k = 0; k < it.active; k++) {
+            u32 at = from.data + (((k * SLICE + q0) * NT + nt) * 32 + lane) * 16;
+            float4 c = load_shared4(from.ml + (k * NH + col) * 8), x[batch];
+#pragma unroll
+            for (int j = 0; j < batch; j++) x[j] = load_shared4(at + j * step * NT * 512);
+            float t0 = fmaxf(m0, c.x), t1 = fmaxf(m1, c.z);
+            float f0 = weight_of(c.x, t0), f1 = weight_of(c.z, t1), g0 = weight_of(m0, t0), g1 = weight_of(m1, t1);
+            m0 = t0;
+            m1 = t1;
+            l0 = l0 * g0 + f0 * c.y;
+            l1 = l1 * g1 + f1 * c.w;
+#pragma unroll
+            for (int j = 0; j < batch; j++) {
+                o[j].x = o[j].x * g0 + f0 * x[j].x;
+                o[j].z = o[j].z * g0 + f0 * x[j].z;
+                o[j].y = o[j].y * g1 + f1 * x[j].y;
+                o[j].w = o[j].w * g1 + f1 * x[j].w;
+            }
+        }
+        float i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
+        int mt = from.rank * SLICE + q0;
+        if (to_slot < 0) {
+#pragma unroll
+            for (int j = 0; j < batch; j++) store_out(to, mt + j * step, o[j], i0, i1);
+        } else {
+            float4* part = p.partial + ((i64)to_slot * TILES + mt * NT + nt) * 32 + lane;
+#pragma unroll
+            for (int j = 0; j < batch; j++) part[j * step * NT * 32] = o[j];
+        }
+    }
+    if (warp < NT && lane < 4) {
+        if (to_slot >= 0) {
+            *(float4*)(p.ml + ((i64)to_slot * CLUSTER + from.rank) * NH + col) = make_float4(m0, l0, m1, l1);
+        } else if (from.rank == 0) {
+            store_lse(p, it, col, m0, l0);
+            store_lse(p, it, col + 1, m1, l1);
+        }
+    }
+}
+
 // Is this CTA the last of `n` to arrive at `ticket`? All MERGE_WARPS warps get the answer.
 __device__ __forceinline__ bool last_to_arrive(u32* ticket, int n, int* flag, bool leader) {
     named_sync(1, MERGE_WARPS * 32);
@@ -633,20 +755,24 @@ __device__ __forceinline__ bool last_to_arrive(u32* ticket, int n, int* flag, bo
     return *flag;
 }
 
-// After this CTA stored its part, if it had one. `ready` is this CTA's barrier for its cluster's parts, `merges`
-// how often it was used.
-__device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, const Item& it, u32 ready, int merges,
-                                          int* flag, int warp) {
-    int rank = plan.rank, unit = plan.unit;
-#if CLUSTER > 1
-    if (!merges) cluster_wait();  // the others' barriers exist
-    named_sync(1, MERGE_WARPS * 32);
-    if (threadIdx.x < CLUSTER) mbar_arrive_at(ready, threadIdx.x);
-    mbar_wait_cluster(ready, merges & 1);
-    merge_parts(p, it, 2 * (blockIdx.x - rank) + (merges & 1), 2, 0, it.active, rank, 0,
-                it.parts > 1 ? unit_slot(it, unit) : -1, warp);
-    if (it.parts == 1) return;
-#endif
+// After this CTA left its part, if it had one. `merges`: how often this cluster did so before.
+__device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, const Item& it, Meeting& meet,
+                                          const Sink& sink, int merges, int warp) {
+    int rank = plan.rank, unit = plan.unit, *flag = &meet.flag;
+    if (CLUSTER > 1) {
+        int to_slot = it.parts > 1 ? unit_slot(it, unit) : -1;
+        if (sink.boxed) {
+            cluster_sync();  // all parts are there
+            merge_box(p, it, sink, to_slot, warp);
+        } else {
+            u32 ready = smem_u32(&meet.ready);
+            named_sync(1, MERGE_WARPS * 32);
+            if (threadIdx.x < CLUSTER) mbar_arrive_at(ready, threadIdx.x);
+            mbar_wait_cluster(ready, merges & 1);
+            merge_parts(p, it, 2 * (blockIdx.x - rank) + (merges & 1), 2, 0, it.active, rank, 0, to_slot, warp);
+        }
+        if (it.parts == 1) return;
+    }
     // One ticket a slice. More than MAX_FAN parts merge in two levels.
     int part = unit - it.unit0, fan = it.parts, units = gridDim.x / CLUSTER;
     bool leader = threadIdx.x == 0;
@@ -662,5 +788,74 @@ __device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, con
         merge_parts(p, it, first, 2 * fan, -1, groups, rank, rank, -1, warp);
     } else if (last_to_arrive(p.tickets + (2 * it.unit0 + 1) * CLUSTER + rank, fan, flag, leader)) {
         merge_parts(p, it, first, 2, -1, fan, rank, rank, -1, warp);
+    }
+}
+
+// A CTA's life: `readers` arrivals free a slot of the ring, which starts at `at`; `consume(item, ring, sink, done)`
+// takes an item's chunks, of which `done` lie before it in this CTA, and puts its result into the sink.
+template <class Consume>
+__device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int readers, Consume consume) {
+    Ring ring;
+    ring.slots = p.num_ring;
+    ring.data = smem_u32(at);
+    at += p.num_ring * SLOT_BYTES;
+    ring.full = smem_u32(meet.full);
+    ring.empty = smem_u32(meet.empty);
+    ring.mask = meet.mask[0];
+    int *prefix = (int*)at, *length = prefix + p.bs + 2;
+    Sink sink;
+    sink.data = ring.data;
+    sink.ml = smem_u32(meet.box);
+
+    int warp = threadIdx.x >> 5;
+    if ((threadIdx.x & 31) == 0)  // spread over the warps: each takes its time
+        for (int i = warp; i < p.num_ring; i += THREADS / 32) {
+            mbar_init(ring.full + i * 8, FULL_ARRIVALS);
+            mbar_init(ring.empty + i * 8, readers);
+        }
+    if (CLUSTER > 1) {
+        if (threadIdx.x == 0) mbar_init(smem_u32(&meet.ready), CLUSTER);
+        cluster_arrive();
+    }
+    Plan plan = make_plan(p, prefix, length, meet.scratch);  // ends in __syncthreads
+    sink.rank = plan.rank;
+    sink.boxed = false;
+    Item it;
+    int pos = plan.lo, done = 0, merges = 0;
+    bool more = next_item(p, plan, pos, it);
+    auto is_boxed = [&] {
+        return CLUSTER > 1 && pos >= plan.hi && !it.is_mine() && p.num_ring * SLOT_BYTES >= TILES * 512;
+    };
+    if (CLUSTER > 1 && more) cluster_wait();  // the others' barriers exist
+    if (warp >= MERGE_WARPS) {
+#if REGISTERS
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+#endif
+        bool boxed = false;
+        while (more) {
+            boxed = is_boxed();
+            produce(p, plan, it, ring, warp - MERGE_WARPS, done);
+            done += it.last - it.first;
+            more = next_item(p, plan, pos, it);
+        }
+        if (CLUSTER > 1 && boxed) {  // two rounds with those who use the boxes
+            cluster_sync();
+            cluster_sync();
+        }
+    } else {
+#if REGISTERS
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+        while (more) {
+            sink.whole = it.is_mine();
+            sink.boxed = is_boxed();
+            sink.slot = part_slot(plan, it, merges);
+            if (it.last > it.first) consume(it, ring, sink, done);
+            else if (sink.boxed) cluster_sync();
+            if (!sink.whole) finish_parts(p, plan, it, meet, sink, merges++, warp);
+            done += it.last - it.first;
+            more = next_item(p, plan, pos, it);
+        }
+        zero_empty(p, plan, threadIdx.x, MERGE_WARPS * 32);
     }
 }

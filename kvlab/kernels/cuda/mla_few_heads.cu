@@ -26,9 +26,7 @@ struct Shared {
     uint2 q[G * PIECES][NT][32];
     __align__(16) float2 ml[NG][NH];
     float down[NH];  // what undoes a column's lift
-    u64 ready;
-    int scratch[2];
-    int flag;
+    Meeting meet;
 };
 
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
@@ -53,9 +51,9 @@ __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared&
         const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
         uint2 x[5];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = __ldg(nope + 32 * j);
+        for (int j = 0; j < 4; j++) x[j] = __ldcg(nope + 32 * j);
 #if ROPE
-        x[4] = __ldg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
+        x[4] = __ldcg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
 #else
         x[4] = x[3];
 #endif
@@ -242,10 +240,9 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
 }
 
 // Add the groups' results up; the item's result goes to `out`, or this CTA's part of it to `partial`.
-__device__ __forceinline__ void finish_item(const Params& p, const Item& it, Shared& sh, State& st, i64 slot, int group,
-                                            int w) {
+__device__ __forceinline__ void finish_item(const Params& p, const Item& it, Shared& sh, State& st, const Sink& to,
+                                            int group, int w) {
     int lane = threadIdx.x & 31, t = lane & 3, warp = group * G + w;
-    bool whole = it.is_mine();
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1)
 #pragma unroll
@@ -270,6 +267,7 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
                     make_float4(a[0], a[1], a[2], a[3]);
             }
         named_sync(1, WARPS * 32);
+        if (r == 0 && to.boxed) cluster_sync();  // all rings of the cluster are empty
         // This round's tiles, spread over all warps; a warp's are all of the same 8 columns.
         int n = warp % NT, col = 8 * n + 2 * t;
         float m0 = NOTHING, m1 = NOTHING, l0 = 0.f, l1 = 0.f, f[NG][2];
@@ -288,7 +286,7 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
             l1 += f[j][1] * ml[j].w;
         }
         float i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
-        Target to = target_of(p, it, col);
+        Target out = target_of(p, it, col);
 #pragma unroll 1
         for (int q = warp / NT; q < MERGE_TILES / NT; q += WARPS / NT) {
             int mt = q / per_round * LATENT + r * per_round + q % per_round;
@@ -301,24 +299,28 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
                 o.z += f[j][0] * x.z;
                 o.w += f[j][1] * x.w;
             }
-            if (whole) store_out(to, mt, o, i0, i1);
-            else p.partial[(slot * TILES + mt * NT + n) * 32 + lane] = o;
+            put_tile(p, to, out, mt, n, o, i0, i1);
         }
-        if (r == 0 && warp < NT && lane < 4) {
-            if (whole) {
-                store_lse(p, it, col, m0, l0);
-                store_lse(p, it, col + 1, m1, l1);
-            } else {
-                *(float4*)(p.ml + slot * CLUSTER * NH + col) = make_float4(m0, l0, m1, l1);
+        if (r == 0 && warp < NT) {
+            float4 sums = make_float4(m0, l0, m1, l1);
+            if (to.boxed) {  // lanes of one t hold the same: CTA i's box is for lanes 4i ... 4i + 3
+                if (lane < 4 * CLUSTER) store_at(at_rank(to.ml + (to.rank * NH + col) * 8, lane >> 2), sums);
+            } else if (lane < 4) {
+                if (to.whole) {
+                    store_lse(p, it, col, m0, l0);
+                    store_lse(p, it, col + 1, m1, l1);
+                } else {
+                    *(float4*)(p.ml + (i64)to.slot * CLUSTER * NH + col) = sums;
+                }
             }
         }
     }
 }
 
 // One item's chunks, of which `done` lie before it in this CTA.
-__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, int slot_out,
-                                        int warp, int done, int& round) {
-    int lane = threadIdx.x & 31, group = warp / G, w = warp % G;
+__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
+                                        int done, int& round) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp / G, w = warp % G;
     u32 lane_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
     State st;
 #pragma unroll
@@ -352,55 +354,14 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
             phase ^= 1;
         }
     }
-    finish_item(p, it, sh, st, slot_out, group, w);
+    finish_item(p, it, sh, st, to, group, w);
 }
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) mla_few_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS) kvlab_mla_few_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
-    u8* at = dynamic + FIXED_SHARED;
-    Ring ring;
-    ring.slots = p.num_ring;
-    ring.data = smem_u32(at);
-    at += p.num_ring * SLOT_BYTES;
-    ring.full = smem_u32(at);
-    ring.empty = ring.full + p.num_ring * 8;
-    ring.mask = at + p.num_ring * 16;
-    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + p.bs + 2, *begin = length + p.bs + 1;
-
-    int warp = threadIdx.x >> 5;
-    if (threadIdx.x < p.num_ring) {
-        mbar_init(ring.full + threadIdx.x * 8, FULL_ARRIVALS);
-        mbar_init(ring.empty + threadIdx.x * 8, G);
-    }
-    u32 ready = smem_u32(&sh.ready);
-#if CLUSTER > 1
-    if (threadIdx.x == 0) mbar_init(ready, CLUSTER);
-    cluster_arrive();
-#endif
-    Plan plan = make_plan(p, prefix, length, begin, sh.scratch);  // ends in __syncthreads
-    Item it;
-    int pos = plan.lo, done = 0, round = 0, merges = 0;
-    bool more = next_item(p, plan, pos, it);
-    if (warp >= WARPS) {
-#if REGISTERS
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-#endif
-        while (more) {
-            produce(p, plan, it, ring, warp - WARPS, done);
-            done += it.last - it.first;
-            more = next_item(p, plan, pos, it);
-        }
-    } else {
-#if REGISTERS
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-#endif
-        while (more) {
-            if (it.last > it.first) consume(p, it, ring, sh, part_slot(plan, it, merges), warp, done, round);
-            if (!it.is_mine()) finish_parts(p, plan, it, ready, merges++, &sh.flag, warp);
-            done += it.last - it.first;
-            more = next_item(p, plan, pos, it);
-        }
-        zero_empty(p, plan, threadIdx.x, WARPS * 32);
-    }
+    int round = 0;
+    run(p, sh.meet, dynamic + FIXED_SHARED, G, [&](const Item& it, const Ring& ring, const Sink& to, int done) {
+        consume(p, it, ring, sh, to, done, round);
+    });
 }

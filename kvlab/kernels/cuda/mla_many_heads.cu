@@ -25,9 +25,7 @@ struct Shared {
     __align__(16) float m[NH];
     __align__(16) float scale[NH];
     int sees[NH], top[NH];
-    u64 ready;
-    int scratch[2];
-    int flag;
+    Meeting meet;
 };
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
 
@@ -78,6 +76,14 @@ __device__ __forceinline__ bool any_of_all(bool x) {
         : "memory");
     return y;
 }
+__device__ __forceinline__ uint4 load_shared(u32 at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
+    return x;
+}
+__device__ __forceinline__ void store_shared(u32 at, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
+}
 // Floats as integers of the same order.
 __device__ __forceinline__ int ordered(float x) {
     int b = __float_as_int(x);
@@ -85,51 +91,87 @@ __device__ __forceinline__ int ordered(float x) {
 }
 __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b >> 31 & 0x7fffffff)); }
 
+// Of two pairs of halves, by bits.
+__device__ __forceinline__ u32 larger(u32 x, u32 y) {
+    u32 m;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(m) : "r"(x), "r"(y));
+    return m;
+}
+// Magnitudes order as their bits do, NaN above all.
+__device__ __forceinline__ u32 magnitude(const uint4& x) {
+    return larger(larger(x.x & 0x7fff7fffu, x.y & 0x7fff7fffu), larger(x.z & 0x7fff7fffu, x.w & 0x7fff7fffu));
+}
+__device__ __forceinline__ u32 lifted(u32 x, float up) {
+    float a, b;
+    unpack_q(x, a, b);
+    return pack_half(a * up, b * up);
+}
+
 // Q to FP16 in shared memory, NH rows, dims in pieces of 16 whose four k indices 2t, 2t + 1, 2t + 8, 2t + 9 stand
-// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
+// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care. Copied as it is, all at once,
+// then converted in place, a lane a piece.
 __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
     int lane = threadIdx.x & 31;
-    constexpr int at_once = 4;  // columns, all loaded before the first is looked at
+    u32 q = smem_u32(sh.q[0]);
+#pragma unroll 2
+    for (int col = warp; col < NH; col += WARPS) {
+        Column c = column_of(p, it, col);
+        int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
+        const u8* nope = (const u8*)(p.q_nope + token * p.qn_token + head * p.qn_head);
+        u32 at = q + (lane >> 3) * SWIZZLED + col * 128 + ((lane & 7) ^ (col & 7)) * 16;
+        copy16(at, nope + lane * 16, true);
+        copy16(at + 4 * SWIZZLED, nope + 512 + lane * 16, true);
+#if ROPE
+        if (lane < 8) copy16(at + 8 * SWIZZLED, (const u8*)(p.q_pe + token * p.qp_token + head * p.qp_head) + lane * 16, true);
+#endif
+        if (lane == 0) {
+            sh.sees[col] = c.sees;
+            sh.m[col] = NOTHING;
+            sh.top[col] = ordered(-INFINITY_F);
+        }
+    }
+    asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+    constexpr int at_once = 4;  // columns, for their chains of dependent instructions to overlap
 #pragma unroll 1
     for (int base = warp; base < NH; base += at_once * WARPS) {
-        uint2 x[at_once][5];
+        u32 first[at_once], most[at_once];
+        uint4 a[at_once], b[at_once], c[at_once], d[at_once];
 #pragma unroll
         for (int i = 0; i < at_once; i++) {
-            Column c = column_of(p, it, base + i * WARPS);
-            int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
-            const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
-#pragma unroll
-            for (int j = 0; j < 4; j++) x[i][j] = __ldg(nope + 32 * j);
+            int col = base + i * WARPS;
+            first[i] = q + (lane >> 2) * SWIZZLED + col * 128 + ((2 * (lane & 3)) ^ (col & 7)) * 16;
+            a[i] = load_shared(first[i]);
+            b[i] = load_shared(first[i] ^ 16);
+            c[i] = d[i] = make_uint4(0, 0, 0, 0);
 #if ROPE
-            x[i][4] = __ldg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
-#else
-            x[i][4] = x[i][3];
+            if (lane < 4) {
+                c[i] = load_shared(first[i] + 8 * SWIZZLED);
+                d[i] = load_shared((first[i] ^ 16) + 8 * SWIZZLED);
+            }
 #endif
         }
 #pragma unroll
         for (int i = 0; i < at_once; i++) {
-            int col = base + i * WARPS;
-            float up = lift(largest(x[i]));
-            if (lane == 0) {
-                sh.scale[col] = p.scale * unlift(up);
-                sh.sees[col] = column_of(p, it, col).sees;
-                sh.m[col] = NOTHING;
-                sh.top[col] = ordered(-INFINITY_F);
-            }
+            u32 m = larger(larger(magnitude(a[i]), magnitude(b[i])), larger(magnitude(c[i]), magnitude(d[i])));
+            most[i] = __reduce_max_sync(~0u, larger(m >> 16, m & 0xffff));
+        }
 #pragma unroll
-            for (int j = 0; j < (ROPE ? 5 : 4); j++) {
-                float a, b, d, e;
-                unpack_q(x[i][j].x, a, b);
-                unpack_q(x[i][j].y, d, e);
-                int piece = 8 * j + (lane >> 2);
-                if (j < 4 || lane < 16) {
-                    u32 at = smem_u32(sh.q[piece >> 2]) + col * 128 + 4 * (lane & 3);
-                    u32 first = 2 * (piece & 3) ^ (col & 7), second = first ^ 1;
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + first * 16), "r"(pack_half(a * up, b * up)));
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + second * 16), "r"(pack_half(d * up, e * up))
-                                 : "memory");
-                }
+        for (int i = 0; i < at_once; i++) {
+            float top, unused;
+            unpack_q(most[i], top, unused);
+            float up = lift(top);
+            if (lane == 0) sh.scale[base + i * WARPS] = p.scale * unlift(up);
+            store_shared(first[i], make_uint4(lifted(a[i].x, up), lifted(a[i].z, up), lifted(b[i].x, up), lifted(b[i].z, up)));
+            store_shared(first[i] ^ 16, make_uint4(lifted(a[i].y, up), lifted(a[i].w, up), lifted(b[i].y, up), lifted(b[i].w, up)));
+#if ROPE
+            if (lane < 4) {
+                store_shared(first[i] + 8 * SWIZZLED,
+                             make_uint4(lifted(c[i].x, up), lifted(c[i].z, up), lifted(d[i].x, up), lifted(d[i].z, up)));
+                store_shared((first[i] ^ 16) + 8 * SWIZZLED,
+                             make_uint4(lifted(c[i].y, up), lifted(c[i].w, up), lifted(d[i].y, up), lifted(d[i].w, up)));
             }
+#endif
         }
     }
     proxy_fence();
@@ -164,45 +206,44 @@ __device__ __forceinline__ int my_column() {  // the first of the two that reduc
     return 8 * (NT == 8 ? lane >> 2 : lane >> 3) + 2 * (lane & 3);
 }
 
-// K of this warp's 16 tokens times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1.
+// K of this warp's 16 tokens times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1. Rows are read
+// one step ahead of their conversion, so that the tensor cores wait for neither.
 __device__ __forceinline__ void multiply_k(Shared& sh, float (&s)[ACC], u32 rows) {
     u64 q = descriptor(smem_u32(sh.q[0]));
-    u32 a[2][4][4];
+    u32 a[2][2][4], r[4];
+    ldmatrix4(r, rows);
 #pragma unroll
-    for (int k = 0; k < PIECES / 4; k++) {
+    for (int k = 0; k < PIECES / 2; k++) {
         if (k > 1) wgmma_wait<1>();
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u32 r[4];
-            ldmatrix4(r, rows + k * 64 + h * 32);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u32(&x)[4] = a[k & 1][2 * h + i];
-                widen(r[2 * i], x[0], x[2]);
-                widen(r[2 * i + 1], x[1], x[3]);
-            }
+        for (int i = 0; i < 2; i++) {
+            u32(&x)[4] = a[k & 1][i];
+            widen(r[2 * i], x[0], x[2]);
+            widen(r[2 * i + 1], x[1], x[3]);
         }
+        if (k + 1 < PIECES / 2) ldmatrix4(r, rows + (k + 1) * 32);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++) wgmma(s, a[k & 1][i], q + (k * SWIZZLED + i * 32) / 16, k + i > 0);
+        for (int i = 0; i < 2; i++) wgmma(s, a[k & 1][i], q + (k / 2 * SWIZZLED + k % 2 * 64 + i * 32) / 16, k + i > 0);
         wgmma_commit();
     }
     wgmma_wait<0>();
 }
 
-// 16 tokens of V, this warp's 16 dims of each of its warpgroup's four 64-dim tiles, as A fragments.
-__device__ __forceinline__ void load_v(u32 (&a)[4][4], u32 rows) {
+// 16 tokens of V, this warp's 16 dims of each of its warpgroup's four 64-dim tiles: as they are, and as A fragments.
+__device__ __forceinline__ void load_v(u32 (&r)[2][4], u32 rows) {
+    ldmatrix4_trans(r[0], rows);
+    ldmatrix4_trans(r[1], rows + 128);
+}
+__device__ __forceinline__ void widen_v(u32 (&a)[4][4], const u32 (&r)[2][4]) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        u32 r[4];
-        ldmatrix4_trans(r, rows + h * 128);
+    for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             u32(&x)[4] = a[2 * h + i];
-            widen(__byte_perm(r[2 * i], 0, 0x3120), x[0], x[1]);
-            widen(__byte_perm(r[2 * i + 1], 0, 0x3120), x[2], x[3]);
+            widen(__byte_perm(r[h][2 * i], 0, 0x3120), x[0], x[1]);
+            widen(__byte_perm(r[h][2 * i + 1], 0, 0x3120), x[2], x[3]);
         }
-    }
 }
 
 __device__ __forceinline__ void multiply_v(float (&o)[4][ACC], const u32 (&a)[4][4], u64 weights) {
@@ -251,9 +292,9 @@ __device__ __forceinline__ void raise_maximum(Shared& sh, const float (&s)[ACC],
 }
 
 // One item's chunks, of which `done` lie before it in this CTA.
-__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, i64 slot, int warp,
+__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
                                         int done) {
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, w = warp & 3;
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, group = warp >> 2, w = warp & 3;
     float o[4][ACC], l[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -329,22 +370,25 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
         l[0] += sum[0];
         l[1] += sum[1];
         named_sync(1, WARPS * 32);
-        u32 a[2][4][4];
+        u32 a[2][4][4], r[2][4];
+        load_v(r, ring.data + slot0 * SLOT_BYTES + v_at);
         if (chunks == TILE_CHUNKS) {
 #pragma unroll
             for (int i = 0; i < TILE_CHUNKS; i++) {
                 if (i > 1) wgmma_wait<1>();
-                load_v(a[i & 1], ring.data + slot_at(i) * SLOT_BYTES + v_at);
-                multiply_v(o, a[i & 1], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                widen_v(a[i & 1], r);
                 if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);  // the rows are in registers
+                if (i + 1 < TILE_CHUNKS) load_v(r, ring.data + slot_at(i + 1) * SLOT_BYTES + v_at);
+                multiply_v(o, a[i & 1], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
             }
             wgmma_wait<0>();
         } else {
 #pragma unroll 1
             for (int i = 0; i < chunks; i++) {
-                load_v(a[0], ring.data + slot_at(i) * SLOT_BYTES + v_at);
-                multiply_v(o, a[0], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                widen_v(a[0], r);
                 if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);
+                if (i + 1 < chunks) load_v(r, ring.data + slot_at(i + 1) * SLOT_BYTES + v_at);
+                multiply_v(o, a[0], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
                 wgmma_wait<0>();
             }
         }
@@ -353,73 +397,55 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
     // The item's result goes to `out`, or this CTA's part of it to `partial`.
     if (NT == 8 || !(lane & 4)) *(float2*)&sh.sums[warp][my_column()] = make_float2(l[0], l[1]);
     named_sync(1, WARPS * 32);
-    bool whole = it.is_mine();
     if (threadIdx.x < NH) {
         float sum = 0.f, m = sh.m[threadIdx.x];
         for (int i = 0; i < WARPS; i++) sum += sh.sums[i][threadIdx.x];
-        if (whole) store_lse(p, it, threadIdx.x, m, sum);
-        else p.ml[slot * CLUSTER * NH + threadIdx.x] = make_float2(m, sum);
+        if (to.whole) {
+            store_lse(p, it, threadIdx.x, m, sum);
+        } else if (to.boxed) {
+            for (int i = 0; i < CLUSTER; i++) store_at(at_rank(to.ml + (to.rank * NH + threadIdx.x) * 8, i), m, sum);
+        } else {
+            p.ml[(i64)to.slot * CLUSTER * NH + threadIdx.x] = make_float2(m, sum);
+        }
         sh.scale[threadIdx.x] = inverse_sum(p, sum);
     }
     named_sync(1, WARPS * 32);
+    // A loop each: what is fetched once should be short.
+    if (to.whole) {
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-        int col = 8 * n + 2 * t;
-        float2 inv = *(const float2*)&sh.scale[col];
-        Target to = target_of(p, it, col);
+        for (int n = 0; n < NT; n++) {
+            int col = 8 * n + 2 * t;
+            float2 inv = *(const float2*)&sh.scale[col];
+            Target out = target_of(p, it, col);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                store_out(out, 16 * group + 4 * j + w,
+                          make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]), inv.x, inv.y);
+        }
+    } else if (to.boxed) {
+        cluster_sync();  // all rings of the cluster are empty
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             int mt = 16 * group + 4 * j + w;
-            float4 x = make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]);
-            if (whole) store_out(to, mt, x, inv.x, inv.y);
-            else p.partial[(slot * TILES + mt * NT + n) * 32 + lane] = x;
+            u32 at = at_rank(to.data, mt / SLICE) + ((to.rank * SLICE + mt % SLICE) * NT * 32 + lane) * 16;
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                store_at(at + n * 512, make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]));
         }
+    } else {
+        float4* at = p.partial + ((i64)to.slot * TILES + (16 * group + w) * NT) * 32 + lane;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                at[(4 * j * NT + n) * 32] = make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]);
     }
     named_sync(1, WARPS * 32);
 }
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) mla_many_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) kvlab_mla_many_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
-    u8* at = dynamic + FIXED_SHARED;
-    Ring ring;
-    ring.slots = p.num_ring;
-    ring.data = smem_u32(at);
-    at += p.num_ring * SLOT_BYTES;
-    ring.full = smem_u32(at);
-    ring.empty = ring.full + p.num_ring * 8;
-    ring.mask = at + p.num_ring * 16;
-    int *prefix = (int*)(at + p.num_ring * 20), *length = prefix + p.bs + 2, *begin = length + p.bs + 1;
-
-    int warp = threadIdx.x >> 5;
-    if (threadIdx.x < p.num_ring) {
-        mbar_init(ring.full + threadIdx.x * 8, FULL_ARRIVALS);
-        mbar_init(ring.empty + threadIdx.x * 8, WARPS);
-    }
-    u32 ready = smem_u32(&sh.ready);
-#if CLUSTER > 1
-    if (threadIdx.x == 0) mbar_init(ready, CLUSTER);
-    cluster_arrive();
-#endif
-    Plan plan = make_plan(p, prefix, length, begin, sh.scratch);  // ends in __syncthreads
-    Item it;
-    int pos = plan.lo, done = 0, merges = 0;
-    bool more = next_item(p, plan, pos, it);
-    if (warp >= WARPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        while (more) {
-            produce(p, plan, it, ring, warp - WARPS, done);
-            done += it.last - it.first;
-            more = next_item(p, plan, pos, it);
-        }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-        while (more) {
-            if (it.last > it.first) consume(p, it, ring, sh, part_slot(plan, it, merges), warp, done);
-            if (!it.is_mine()) finish_parts(p, plan, it, ready, merges++, &sh.flag, warp);
-            done += it.last - it.first;
-            more = next_item(p, plan, pos, it);
-        }
-        zero_empty(p, plan, threadIdx.x, WARPS * 32);
-    }
+    run(p, sh.meet, dynamic + FIXED_SHARED, WARPS,
+        [&](const Item& it, const Ring& ring, const Sink& to, int done) { consume(p, it, ring, sh, to, done); });
 }
