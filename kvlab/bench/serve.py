@@ -117,6 +117,37 @@ def measure_url(
     )
 
 
+def joined(paths: Sequence[Path]) -> ServeRun:
+    """One run of several that measured a server each, on GPUs of one kind. Provenance is the first one's.
+
+    Raises BadInput where they did not serve the same model in the same way with the same versions.
+    """
+    runs = []
+    for path in paths:
+        try:
+            runs.append(msgspec.json.decode(path.read_bytes(), type=ServeRun))
+        except (OSError, msgspec.DecodeError) as e:
+            raise BadInput(f"--join: {path}: not a run of bench serve ({e})") from None
+    first = runs[0]
+    for path, run in zip(paths, runs, strict=True):
+        for name, a, b in (
+            ("model", first.model, run.model),
+            ("server arguments", first.server_args, run.server_args),
+            ("versions", first.provenance.versions, run.provenance.versions),
+            ("GPUs", set(first.provenance.gpus), set(run.provenance.gpus)),
+            ("commit", first.provenance.commit, run.provenance.commit),
+        ):
+            if a != b:
+                raise BadInput(f"--join: {path}: other {name} than {paths[0]}: {b} against {a}")
+    servers = [s for run in runs for s in run.servers]
+    tokens = next((s.tokens for s in servers if s.tokens), None)
+    again = [
+        msgspec.structs.replace(s, same_tokens=s.tokens == tokens if n and s.tokens else None)
+        for n, s in enumerate(servers)
+    ]
+    return msgspec.structs.replace(first, servers=again)
+
+
 def _mute(_: str) -> None:
     return
 
@@ -459,4 +490,4 @@ def write(path: Path, run: ServeRun) -> None:
         raise BadInput(f"--out: {path}: {e.strerror or e}; name a file in a folder that exists") from None
 
 
-__all__ = ["Asked", "Server", "arguments", "measure", "measure_url", "parse", "write"]
+__all__ = ["Asked", "Server", "arguments", "joined", "measure", "measure_url", "parse", "write"]

@@ -11,7 +11,7 @@ import pytest
 
 from kvlab import dummy, models
 from kvlab.bench import seeded, serve
-from kvlab.bench.serve_results import ServeRun
+from kvlab.bench.serve_results import Served, ServeRun
 from kvlab.errors import BadInput
 
 FAKES = Path(__file__).resolve().parents[1] / "fakes"
@@ -112,8 +112,9 @@ def test_a_running_server_is_loaded_by_its_address(model):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--model-path FOLDER, or --url"),
-        (["--model-path", "RANK", "--url", "http://127.0.0.1:1"], "not both"),
+        ([], "give --model-path FOLDER, --url of a running server, or --join FILE"),
+        (["--model-path", "RANK", "--url", "http://127.0.0.1:1"], "or --join FILE"),
+        (["--join", "/nowhere/x.json"], "--join: /nowhere/x.json: not a run of bench serve"),
         (["--model-path", "/nowhere"], "no config.json"),
         (["--model-path", "RANK", "--strategies", "exakt"], "--strategies: exakt; use exact, fast"),
         (["--model-path", "RANK", "--strategies", ""], "none given"),
@@ -160,3 +161,28 @@ def test_a_recorded_run_reads_back():
         provenance=serve.collect(), model="m", server_args=[], seeded_dummy_weights=False, servers=[]
     )
     assert msgspec.json.decode(msgspec.json.encode(run), type=ServeRun) == run
+
+
+def test_runs_of_a_server_each_are_joined_where_they_are_alike(tmp_path):
+    where = serve.collect()
+
+    def one(strategy, tokens, model="m"):
+        path = tmp_path / f"{strategy}-{model}.json"
+        server = Served(strategy=strategy, tokens=tokens)
+        serve.write(
+            path,
+            ServeRun(
+                provenance=where, model=model, server_args=[], seeded_dummy_weights=True, servers=[server]
+            ),
+        )
+        return path
+
+    off, exact, fast = one("off", [[1, 2]]), one("exact", [[1, 2]]), one("fast", [[1, 3]])
+    run = serve.joined([off, exact, fast])
+    assert [(s.strategy, s.same_tokens) for s in run.servers] == [
+        ("off", None),
+        ("exact", True),
+        ("fast", False),
+    ]
+    with pytest.raises(BadInput, match="other model"):
+        serve.joined([off, one("exact", [[1, 2]], model="n")])

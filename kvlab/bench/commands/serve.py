@@ -34,6 +34,10 @@ def serve(
     requests: Annotated[int | None, typer.Option(min=1, help="A load; twice its concurrency.")] = None,
     port: Annotated[int | None, typer.Option(help="The servers' port; a free one.")] = None,
     ready_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
+    join: Annotated[
+        list[Path] | None,
+        typer.Option(help="Runs to put together instead, each of some servers on a GPU of its own."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the run here as JSON, server by server.")] = None,
 ) -> None:
     """SGLang's server under load, unpatched and patched: tokens a second, time per token, first token."""
@@ -49,8 +53,8 @@ def serve(
     else:
         from kvlab.bench import serve as bench
 
-        if (model_path is None) == (url is None):
-            raise BadInput("bench serve: give --model-path FOLDER, or --url of a running server; not both")
+        if [model_path is None, url is None, not join].count(False) != 1:
+            raise BadInput("bench serve: give --model-path FOLDER, --url of a running server, or --join FILE")
         asked = bench.Asked(
             _numbers("--concurrency", concurrency),
             input_tokens,
@@ -59,8 +63,8 @@ def serve(
             ready_seconds=ready_seconds,
         )
         say = (lambda _: None) if json else (lambda line: typer.echo(line, err=True))
-        if url is not None:
-            run = bench.measure_url(url, asked, say=say)
+        if join or url is not None:
+            run = bench.joined(join) if join else bench.measure_url(str(url), asked, say=say)
             if out is not None:
                 bench.write(out, run)
         else:
