@@ -147,7 +147,7 @@ def weights_of(asked: argparse.Namespace) -> int:
 
     from kvlab import checkpoint, dummy, models
 
-    if (asked.folder / checkpoint.INDEX).exists():
+    if (asked.folder / ("config.json" if asked.dummy else checkpoint.INDEX)).exists():
         return 0
     config = dummy.rank_config(models.load(asked.model), tp=asked.tp, layers=asked.layers)
     config["num_nextn_predict_layers"] = int(asked.nextn)
