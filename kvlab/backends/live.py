@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -29,4 +30,20 @@ def load(package: str, release: str) -> Rules:
         return msgspec.structs.replace(
             committed, origin=f"committed; the installed source reads otherwise: {e}"
         )
-    return Rules(package, release, facts, origin="installed")
+    return Rules(package, release, _completed(facts, committed.facts), origin="installed")
+
+
+def _completed(facts: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """With what the release's compiled extensions say, where this installation lacks one of them.
+
+    Such facts have no line. What a source says, or says no more, stands as it is installed.
+    """
+    whole = dict(facts)
+    for name, value in known.items():
+        if not isinstance(value, dict):
+            continue
+        if whole.get(name) is None and "quote" in value and value.get("line", 0) is None:
+            whole[name] = value
+        elif isinstance(whole.get(name), dict):
+            whole[name] = _completed(whole[name], value)
+    return whole
