@@ -41,6 +41,8 @@ class Case:
     applies: str = ""
     """The strategy of a `kvlab.patch.apply()` before the Engine."""
     mixed: bool = False
+    shares: bool = False
+    """Answers while others on the same GPU start and answer."""
     trigger: bool = False
     """The fault begins after the first requests."""
     altered: bool = False
@@ -82,6 +84,10 @@ CASES: dict[str, Case] = {
     "quiet": Case({}, {"log_level": "error"}, "off"),
     "no_graphs": Case({}, {"disable_cuda_graph": True}),
     "no_graphs_off": Case(OFF, {"disable_cuda_graph": True}),
+    "crowd_off": Case(OFF, against="off", shares=True),
+    "crowd_off_again": Case(OFF, against="crowd_off", shares=True),
+    "crowd": Case({}, against="off", shares=True),
+    "crowd_again": Case({}, against="crowd", shares=True),
     "altered": Case({}, against="off", altered=True),
     "altered_strict": Case({"KVLAB_PATCH_STRICT": "1"}, altered=True),
     "strict": Case({"KVLAB_PATCH_STRICT": "1"}, against="off"),
@@ -95,7 +101,7 @@ CASES: dict[str, Case] = {
     "dp2": Case({}, DP2, "dp2_off"),
     "nextn_off": Case(OFF, NEXTN),
     "nextn": Case({}, NEXTN, "nextn_off"),
-    "nextn_fast": Case({"KVLAB_PATCH": "fast"}, NEXTN),
+    "nextn_fast": Case({"KVLAB_PATCH": "fast"}, NEXTN, "nextn_off"),
     "deep_off": Case(OFF | {"KVLAB_TEST_FAULT": "seeded_dummy_weights"}, DEEP, new_tokens=16),
     "deep": Case({"KVLAB_TEST_FAULT": "seeded_dummy_weights"}, DEEP, "deep_off", new_tokens=16),
     "fault_self_check": _fault("self_check_raises"),
@@ -201,7 +207,7 @@ def one(asked: argparse.Namespace) -> int:
     trigger = Path(os.environ["KVLAB_TEST_TRIGGER"])
     found["started"] = running()
     try:
-        with gpu(fcntl.LOCK_EX):
+        with gpu(fcntl.LOCK_SH if case.shares else fcntl.LOCK_EX):
             found["first"] = [answer(engine, prompt(n), case.new_tokens) for n in LENGTHS]
             if case.trigger:
                 trigger.touch()
@@ -217,6 +223,9 @@ def one(asked: argparse.Namespace) -> int:
             found["last"] = answer(engine, prompt(33), case.new_tokens)
             time.sleep(0.5)
             found["running"] = running()
+            path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+            # What is torn down keeps the GPU from the next one.
+            engine.shutdown()
     finally:
         path.write_text(json.dumps(found) + "\n", encoding="utf-8")
         engine.shutdown()
@@ -229,9 +238,8 @@ def one(asked: argparse.Namespace) -> int:
 def gpu(how: int) -> Iterator[None]:
     """Servers start together, and each answers while no other does anything on its GPUs.
 
-    Stock repeats itself only so: of two unpatched servers that answered at the same time on one GPU, some
-    answers differed from the first decode step after a prefill on. Its decode plan is copied from one pinned
-    buffer that the next plan overwrites, and nothing waits for the copy.
+    Stock repeats itself only so: its decode plan is copied from one pinned buffer, which the next plan
+    overwrites, and nothing waits for the copy (prove_plan_race.py).
     """
     ids = os.environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")
     with contextlib.ExitStack() as held:
