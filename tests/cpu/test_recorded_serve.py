@@ -1,0 +1,123 @@
+"""What the recorded servers must show: the README and the book say so of them."""
+
+import json
+
+import pytest
+
+from kvlab import data
+
+FOLDER = data.recorded() / "h200-serve"
+
+
+def read(name):
+    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
+
+
+def served(case):
+    """A server that started, answered everything and left nothing behind."""
+    return case["rc"] == 0 and not case["left"] and not case["hangs"] and case["answers"] == 13
+
+
+def identical(found):
+    assert found["answers"] >= 12
+    return found["answers"] == found["same_tokens"] == found["same_logprobs"]
+
+
+@pytest.mark.parametrize("name", ["plugin.json", "tp2.json", "nextn.json", "http.json", "plan-race.json"])
+def test_every_file_says_where_it_ran(name):
+    where = read(name)["provenance"]
+    assert set(where["gpus"]) == {"NVIDIA H200"}
+    assert where["versions"]["sglang"] == "0.5.15.post1"
+    assert len(where["commit"]) == 40
+
+
+def test_the_installed_plugin_patches_and_repeats_stock_to_the_bit():
+    cases = read("plugin.json")["cases"]
+    for name in ("off", "off_again", "installed", "excluded", "applied_before", "gather", "fast", "altered"):
+        assert served(cases[name]), name
+        # The control: another prompt token gives another answer, and answers are not all alike.
+        assert cases[name]["a_prompt_token_matters"]
+        assert cases[name]["distinct_tokens"] > 100
+        assert cases[name]["kvlab_is_installed"]
+    for name in ("off_again", "installed", "excluded", "applied_before", "gather", "altered"):
+        assert identical(cases[name]["against_off"]), name
+    assert cases["installed"]["mixed"] == {"requests": 96, "complete": 96, "same_as_off": 96}
+    for name, strategy in {"installed": "shadow", "applied_before": "shadow", "gather": "gather"}.items():
+        (rank,) = cases[name]["ranks"]
+        for kind in ("decode", "extend"):
+            site = f"flashinfer_mla.{kind}"
+            assert rank["sites"][site] == "patched"
+            assert set(rank["counters"]["calls"][site]) == {strategy}
+        assert rank["counters"]["fallbacks"] == {}
+        assert rank["counters"]["bytes_avoided"] > 10**11
+    assert cases["fast"]["ranks"][0]["chosen"]["flashinfer_mla.decode"]["strategy"] == "fused"
+
+
+def test_one_line_in_the_log_and_none_where_kvlab_is_left_out():
+    cases = read("plugin.json")["cases"]
+    (line,) = cases["installed"]["lines"]
+    assert "kvlab: SGLang 0.5.15.post1, flashinfer_mla, exact: decode shadow, extend shadow" in line
+    for name in ("off", "off_again", "excluded"):
+        assert cases[name]["lines"] == []
+        assert cases[name]["ranks"] == []
+
+
+def test_strict_and_mistyped_refuse_in_one_line():
+    cases = read("plugin.json")["cases"]
+    for name, said in {"altered_strict": "not served unpatched", "mistyped": "is not a strategy"}.items():
+        assert cases[name]["rc"] == 1
+        assert cases[name]["left"] == cases[name]["tracebacks"] == 0
+        (line,) = cases[name]["lines"]
+        assert said in line
+    assert len(cases["altered"]["lines"]) == 2
+    assert all("left alone" in line for line in cases["altered"]["lines"])
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "against", "ranks"),
+    [
+        ("tp2.json", "tp2", "tp2_off", 2),
+        ("tp2.json", "dp2", "dp2_off", 2),
+        ("nextn.json", "nextn", "nextn_off", 1),
+        ("nextn.json", "nextn_fast", "nextn_off", 1),
+    ],
+)
+def test_ranks_and_drafts_repeat_stock_too(name, case, against, ranks):
+    cases = read(name)["cases"]
+    assert served(cases[case])
+    assert served(cases[against])
+    assert identical(cases[case][f"against_{against}"])
+    assert len(cases[case]["ranks"]) == ranks
+    assert cases[against]["ranks"] == []
+    chosen = [rank["chosen"] for rank in cases[case]["ranks"]]
+    assert all(c == chosen[0] for c in chosen)
+    for rank in cases[case]["ranks"]:
+        assert rank["sites"]["flashinfer_mla.decode"] == rank["sites"]["flashinfer_mla.extend"] == "patched"
+        assert rank["counters"]["fallbacks"] == {}
+
+
+def test_verify_and_status_over_http():
+    servers = read("http.json")["servers"]
+    assert servers["off"]["verify"]["rc"] == 0
+    for name, strategy in {"installed": "exact", "kvlab_serve": "exact", "uninstalled": None}.items():
+        assert servers[name]["verify"]["rc"] == 0
+        found = json.loads(servers[name]["verify"]["out"])
+        assert found["identical"]
+        assert found["prompts"] == 4
+        assert found["strategy_after"] == strategy
+        assert (servers[name]["status"]["rc"] == 0) is (strategy is not None)
+        assert servers[name]["end"]["left"] == 0
+    again = json.loads(servers["off"]["verify_again"]["out"])
+    assert again["identical"]
+    status = json.loads(servers["installed"]["status"]["out"])
+    assert status["strategy"] == "exact"
+    assert status["counters"]["bytes_avoided"] > 0
+    assert "runs unpatched" in servers["uninstalled"]["status"]["err"]
+
+
+def test_a_decode_step_attends_by_the_next_steps_plan_where_the_host_runs_ahead():
+    found = read("plan-race.json")
+    assert found["the_next_plan_matters"] == found["steps"]
+    # The last step has no next one.
+    assert found["ahead_differs"] == found["ahead_is_the_next_plans"] == found["steps"] - 1
+    assert found["guarded_differs"] == 0
