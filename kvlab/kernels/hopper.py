@@ -106,7 +106,7 @@ def few_heads(
     shared = 16 * groups * 2 * group * n * 32  # exchange
     shared += 16 * groups * tiles * 32  # merge
     shared += (RANK + max(ROPES)) * columns * 2  # q
-    shared += 8 * groups * columns + 4 * columns  # ml, down
+    shared += 8 * groups * columns + 4 * columns + 8 * groups  # ml, down, summed
     macros = {
         "G": group,
         "NG": groups,
@@ -173,10 +173,10 @@ class _Params(ctypes.Structure):
 _EIGHT = few_heads(8, 2, 4, overhead=8)
 _SIXTEEN = few_heads(16, 2, 4, rounds=2, registers=224, producer_registers=56, q_shared=True, overhead=8)
 _ANY = 1 << 30
-# Swept on an H200: for at most so many query columns a request, requests, and tokens a request that the table
-# has room for, this variant. Clusters merge faster than a crowd of single CTAs, but those of 8 leave SMs unused,
-# and whole items need no merging. Where there is little to do, narrow items start and merge sooner, though each
-# block of columns reads the rows again.
+# Swept on an H200: for at most so many query columns a request, requests, and tokens a request that the
+# table has room for, this variant. Clusters merge faster than a crowd of single CTAs, but those of 8 leave
+# SMs unused, and whole items need no merging. Where there is little to do, narrow items start and merge
+# sooner, though each block of columns reads the rows again.
 _CHOICES: tuple[tuple[int, int, int, Variant], ...] = (
     (8, 4, _ANY, replace(_EIGHT, cluster=8)),
     (8, _ANY, _ANY, _EIGHT),
@@ -241,8 +241,8 @@ def supports(
     if rows.data_ptr() % 16 or rows.stride(0) % 16 or rows.stride(0) >= 2**31:
         return "rows that do not start at multiples of 16 bytes"
     for name, q in (("q_nope", q_nope), ("q_pe", q_pe)):
-        if q is not None and (q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8):
-            return f"{name} rows that do not start at multiples of 16 bytes"
+        if q is not None and (q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4):
+            return f"{name} rows that do not start at multiples of 8 bytes"
     return None
 
 

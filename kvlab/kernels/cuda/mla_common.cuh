@@ -190,7 +190,10 @@ __device__ __forceinline__ float rcp_fast(float x) {
 }
 __device__ __forceinline__ float4 load_shared4(u32 at) {
     float4 x;
-    asm volatile("ld.shared::cta.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+    asm volatile("ld.shared::cta.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(at)
+                 : "memory");
     return x;
 }
 __device__ __forceinline__ u32 pack_half(float lo, float hi) {
@@ -609,9 +612,9 @@ struct Sink {
 };
 __device__ __forceinline__ void put_tile(const Params& p, const Sink& to, const Target& out, int mt, int nt, float4 x,
                                          float s0, float s1) {
-    int lane = threadIdx.x & 31, rank = mt / SLICE;
+    int lane = threadIdx.x & 31, box = (to.rank * SLICE + mt % SLICE) * NT + nt;
     if (to.whole) store_out(out, mt, x, s0, s1);
-    else if (to.boxed) store_at(at_rank(to.data, rank) + (((to.rank * SLICE + mt % SLICE) * NT + nt) * 32 + lane) * 16, x);
+    else if (to.boxed) store_at(at_rank(to.data, mt / SLICE) + (box * 32 + lane) * 16, x);
     else p.partial[((i64)to.slot * TILES + mt * NT + nt) * 32 + lane] = x;
 }
 

@@ -5,7 +5,8 @@
 // of V, all 128 tokens, with P. A operands (K, V) are widened from FP8 on the way from shared memory to
 // registers, B operands (Q, P) are FP16 in shared memory: nothing that was converted is written back.
 //
-// Compile-time: those of mla_common.cuh, NH 32 or 64, REGISTERS and PRODUCER_REGISTERS, FIXED_SHARED bytes before the ring.
+// Compile-time: those of mla_common.cuh, NH 32 or 64, REGISTERS and PRODUCER_REGISTERS, FIXED_SHARED bytes before
+// the ring.
 
 #define WARPS 8
 #define MERGE_WARPS WARPS
@@ -76,14 +77,6 @@ __device__ __forceinline__ bool any_of_all(bool x) {
         : "memory");
     return y;
 }
-__device__ __forceinline__ uint4 load_shared(u32 at) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
-    return x;
-}
-__device__ __forceinline__ void store_shared(u32 at, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
-}
 // Floats as integers of the same order.
 __device__ __forceinline__ int ordered(float x) {
     int b = __float_as_int(x);
@@ -91,87 +84,51 @@ __device__ __forceinline__ int ordered(float x) {
 }
 __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b >> 31 & 0x7fffffff)); }
 
-// Of two pairs of halves, by bits.
-__device__ __forceinline__ u32 larger(u32 x, u32 y) {
-    u32 m;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(m) : "r"(x), "r"(y));
-    return m;
-}
-// Magnitudes order as their bits do, NaN above all.
-__device__ __forceinline__ u32 magnitude(const uint4& x) {
-    return larger(larger(x.x & 0x7fff7fffu, x.y & 0x7fff7fffu), larger(x.z & 0x7fff7fffu, x.w & 0x7fff7fffu));
-}
-__device__ __forceinline__ u32 lifted(u32 x, float up) {
-    float a, b;
-    unpack_q(x, a, b);
-    return pack_half(a * up, b * up);
-}
-
 // Q to FP16 in shared memory, NH rows, dims in pieces of 16 whose four k indices 2t, 2t + 1, 2t + 8, 2t + 9 stand
-// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care. Copied as it is, all at once,
-// then converted in place, a lane a piece.
+// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
 __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
     int lane = threadIdx.x & 31;
-    u32 q = smem_u32(sh.q[0]);
-#pragma unroll 2
-    for (int col = warp; col < NH; col += WARPS) {
-        Column c = column_of(p, it, col);
-        int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
-        const u8* nope = (const u8*)(p.q_nope + token * p.qn_token + head * p.qn_head);
-        u32 at = q + (lane >> 3) * SWIZZLED + col * 128 + ((lane & 7) ^ (col & 7)) * 16;
-        copy16(at, nope + lane * 16, true);
-        copy16(at + 4 * SWIZZLED, nope + 512 + lane * 16, true);
-#if ROPE
-        if (lane < 8) copy16(at + 8 * SWIZZLED, (const u8*)(p.q_pe + token * p.qp_token + head * p.qp_head) + lane * 16, true);
-#endif
-        if (lane == 0) {
-            sh.sees[col] = c.sees;
-            sh.m[col] = NOTHING;
-            sh.top[col] = ordered(-INFINITY_F);
-        }
-    }
-    asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
-    __syncwarp();
-    constexpr int at_once = 4;  // columns, for their chains of dependent instructions to overlap
+    constexpr int at_once = 4;  // columns, all loaded before the first is looked at
 #pragma unroll 1
     for (int base = warp; base < NH; base += at_once * WARPS) {
-        u32 first[at_once], most[at_once];
-        uint4 a[at_once], b[at_once], c[at_once], d[at_once];
+        uint2 x[at_once][5];
+#pragma unroll
+        for (int i = 0; i < at_once; i++) {
+            Column c = column_of(p, it, base + i * WARPS);
+            int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
+            const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[i][j] = __ldcg(nope + 32 * j);
+#if ROPE
+            x[i][4] = __ldcg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
+#else
+            x[i][4] = x[i][3];
+#endif
+        }
 #pragma unroll
         for (int i = 0; i < at_once; i++) {
             int col = base + i * WARPS;
-            first[i] = q + (lane >> 2) * SWIZZLED + col * 128 + ((2 * (lane & 3)) ^ (col & 7)) * 16;
-            a[i] = load_shared(first[i]);
-            b[i] = load_shared(first[i] ^ 16);
-            c[i] = d[i] = make_uint4(0, 0, 0, 0);
-#if ROPE
-            if (lane < 4) {
-                c[i] = load_shared(first[i] + 8 * SWIZZLED);
-                d[i] = load_shared((first[i] ^ 16) + 8 * SWIZZLED);
+            float up = lift(largest(x[i]));
+            if (lane == 0) {
+                sh.scale[col] = p.scale * unlift(up);
+                sh.sees[col] = column_of(p, it, col).sees;
+                sh.m[col] = NOTHING;
+                sh.top[col] = ordered(-INFINITY_F);
             }
-#endif
-        }
 #pragma unroll
-        for (int i = 0; i < at_once; i++) {
-            u32 m = larger(larger(magnitude(a[i]), magnitude(b[i])), larger(magnitude(c[i]), magnitude(d[i])));
-            most[i] = __reduce_max_sync(~0u, larger(m >> 16, m & 0xffff));
-        }
-#pragma unroll
-        for (int i = 0; i < at_once; i++) {
-            float top, unused;
-            unpack_q(most[i], top, unused);
-            float up = lift(top);
-            if (lane == 0) sh.scale[base + i * WARPS] = p.scale * unlift(up);
-            store_shared(first[i], make_uint4(lifted(a[i].x, up), lifted(a[i].z, up), lifted(b[i].x, up), lifted(b[i].z, up)));
-            store_shared(first[i] ^ 16, make_uint4(lifted(a[i].y, up), lifted(a[i].w, up), lifted(b[i].y, up), lifted(b[i].w, up)));
-#if ROPE
-            if (lane < 4) {
-                store_shared(first[i] + 8 * SWIZZLED,
-                             make_uint4(lifted(c[i].x, up), lifted(c[i].z, up), lifted(d[i].x, up), lifted(d[i].z, up)));
-                store_shared((first[i] ^ 16) + 8 * SWIZZLED,
-                             make_uint4(lifted(c[i].y, up), lifted(c[i].w, up), lifted(d[i].y, up), lifted(d[i].w, up)));
+            for (int j = 0; j < (ROPE ? 5 : 4); j++) {
+                float a, b, d, e;
+                unpack_q(x[i][j].x, a, b);
+                unpack_q(x[i][j].y, d, e);
+                int piece = 8 * j + (lane >> 2);
+                if (j < 4 || lane < 16) {
+                    u32 at = smem_u32(sh.q[piece >> 2]) + col * 128 + 4 * (lane & 3);
+                    u32 first = 2 * (piece & 3) ^ (col & 7), second = first ^ 1;
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + first * 16), "r"(pack_half(a * up, b * up)));
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + second * 16), "r"(pack_half(d * up, e * up))
+                                 : "memory");
+                }
             }
-#endif
         }
     }
     proxy_fence();
@@ -224,7 +181,8 @@ __device__ __forceinline__ void multiply_k(Shared& sh, float (&s)[ACC], u32 rows
         if (k + 1 < PIECES / 2) ldmatrix4(r, rows + (k + 1) * 32);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2; i++) wgmma(s, a[k & 1][i], q + (k / 2 * SWIZZLED + k % 2 * 64 + i * 32) / 16, k + i > 0);
+        for (int i = 0; i < 2; i++)
+            wgmma(s, a[k & 1][i], q + (k / 2 * SWIZZLED + k % 2 * 64 + i * 32) / 16, k + i > 0);
         wgmma_commit();
     }
     wgmma_wait<0>();
@@ -294,7 +252,8 @@ __device__ __forceinline__ void raise_maximum(Shared& sh, const float (&s)[ACC],
 // One item's chunks, of which `done` lie before it in this CTA.
 __device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
                                         int done) {
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, group = warp >> 2, w = warp & 3;
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    int warp = threadIdx.x >> 5, group = warp >> 2, w = warp & 3;
     float o[4][ACC], l[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -443,7 +402,8 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
     named_sync(1, WARPS * 32);
 }
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) kvlab_mla_many_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
+    kvlab_mla_many_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
     run(p, sh.meet, dynamic + FIXED_SHARED, WARPS,
