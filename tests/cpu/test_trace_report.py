@@ -4,12 +4,13 @@ import copy
 import gzip
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from kvlab.data import recorded
 from kvlab.errors import BadInput
-from kvlab.trace import build, read, report, reports, slowest, spread
+from kvlab.trace import build, classes, read, report, reports, slowest, spread
 from kvlab.trace.attribute import origins
 from kvlab.trace.classes import classify, rules, short
 from kvlab.trace.layers import layers
@@ -134,6 +135,17 @@ def test_every_class_is_shown_and_nothing_is_in_other_unlisted(recorded_step, ra
 )
 def test_kernels_of_other_backends(name, cls):
     assert classify(name).cls == cls
+
+
+def test_kernels_of_ours_are_known_as_ours():
+    kernels = Path(classes.__file__).resolve().parents[1] / "kernels"
+    triton = [n for f in kernels.glob("*.py") for n in re.findall(r"(?m)^def (kvlab_\w+)\(", f.read_text())]
+    sources = (kernels / "cuda").glob("mla_*.cu")
+    cuda = [n for f in sources for n in re.findall(r"__global__.*?(mla_\w+)\(", f.read_text())]
+    assert len(triton) > 5
+    assert len(cuda) == 2
+    for name in triton + cuda:
+        assert classify(name).label.startswith("kvlab: "), name
 
 
 def test_every_rule_is_reachable():
