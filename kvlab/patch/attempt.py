@@ -14,6 +14,7 @@ from kvlab.patch.policy import Facts
 from kvlab.patch.reads import ADAPTERS, Stock
 from kvlab.patch.sites import Site
 from kvlab.patch.strategies import Call, TakeOver
+from kvlab.patch.strategies.base import nothing
 
 if TYPE_CHECKING:
     from kvlab.patch.runtime import BackendState, Runtime
@@ -43,6 +44,8 @@ class Attempt:
         self.served: str | None = None
         self.slots = self.row_bytes = 0
         self.facts: Facts | None = None
+        # Why nothing serves this call, should it ask for a cast.
+        self._unserved = ""
         # How stock writes what waits for the cast.
         self._waits: functools.partial[None] | None = None
 
@@ -57,9 +60,8 @@ class Attempt:
         state, site, layer = self.state, self.site, self.layer
         rows = a_layer(pool)
         if rows.shape[-1] != layer.head_dim or self.q.dtype not in WIDE_DTYPES:
-            # A ragged prefill attends to its own wide rows, with heads of another width: nothing to cast.
-            if _has_metadata(self.backend, site):
-                self.fell_back(f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries")
+            # A prefill that attends to its own wide rows, with heads of another width, asks for no cast.
+            self._unserved = f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries"
             return
         self.facts = Facts(
             kind=site.kind,
@@ -110,6 +112,8 @@ class Attempt:
     def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What SGLang's method gets for `rows.to(dtype)`."""
         self.slots, self.row_bytes = rows.shape[0], rows.shape[-1]
+        if self._unserved:
+            self.fell_back(self._unserved)
         if rows.dtype not in FP8_DTYPES:
             self.flush()
             self.call = None
@@ -205,6 +209,16 @@ class Attempt:
         if self.call is not None:
             while self.call.undo:
                 self.call.undo.pop()()
+
+    def end(self) -> None:
+        """After the call: put back, count, and let go. What holds itself until Python's collector comes by
+        holds a step's tensors too.
+        """
+        self.leave()
+        self.count()
+        if self.call is not None:
+            self.call.settle = nothing
+            self.call = None
 
     def count(self) -> None:
         if self.served is None:

@@ -7,11 +7,15 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kvlab.patch.runtime import Runtime, Step
+from kvlab.patch.scratch import is_capturing
 from kvlab.patch.sites import Site
 
 _MISSING = object()
@@ -259,11 +263,37 @@ def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> No
     """DFLASH verify's plan leaves no lengths on the device; `native` needs another KV dtype."""
     fast_plan = vars(module).get("fast_mla_decode_plan")
     if callable(fast_plan):
-        mine.set(module, "fast_mla_decode_plan", _refreshing(fast_plan))
+        mine.set(module, "fast_mla_decode_plan", _refreshing(_in_turn(runtime, fast_plan)))
     updater = getattr(module, "FlashInferMLAIndicesUpdaterDecode", None)
     begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
     if callable(begin):
         mine.set(updater, "call_begin_forward", _native_plan(runtime, begin))
+
+
+def _in_turn(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..., None]:
+    """The plan of a replay, once the one before it has left the host.
+
+    flashinfer writes every plan into the same pinned memory and queues a copy of it to the device. Where the
+    host runs ahead of the GPU, the next plan overwrites one that is still to be copied, and steps attend by
+    later steps' lengths: they read an entry of `kv_indices` past their own. Patched or not.
+    """
+    copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fast_plan)
+    def plan(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        device = getattr(wrapper, "device", None)
+        if not runtime.is_active or getattr(device, "type", None) != "cuda" or is_capturing(device):
+            fast_plan(wrapper, *args, **kwargs)
+            return
+        event = copied.get(wrapper)
+        if event is None:
+            event = copied[wrapper] = torch.cuda.Event()
+        else:
+            event.synchronize()
+        fast_plan(wrapper, *args, **kwargs)
+        event.record()
+
+    return plan
 
 
 def _refreshing(fast_plan: Callable[..., None]) -> Callable[..., None]:

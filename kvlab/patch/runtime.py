@@ -169,8 +169,7 @@ class Runtime:
                 # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
                 return stock()
         finally:
-            attempt.leave()
-            attempt.count()
+            attempt.end()
 
     def choice(self, state: BackendState, facts: Facts) -> Choice:
         """The strategy for such calls, decided once."""

@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -316,3 +317,45 @@ def test_the_write_kernel_compiles_for_every_chip():
     found = report([spec], (80, 89, 90, 100, 120))
     assert [r.exceeds() for r in found] == [[]] * 5
     assert [r.spill_stores for r in found] == [0] * 5
+
+
+# The plan of a replay.
+
+
+def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
+    from kvlab.patch import hooks
+
+    did = []
+
+    class Event:
+        def record(self):
+            did.append(("queued", id(self)))
+
+        def synchronize(self):
+            did.append(("copied", id(self)))
+
+    class Wrapper:
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(hooks, "is_capturing", lambda device: False)
+    runtime = SimpleNamespace(is_active=True)
+    plan = hooks._in_turn(runtime, lambda wrapper, *rest: did.append(("planned", rest)))
+    one, other = Wrapper(), Wrapper()
+    for wrapper in (one, other, one):
+        plan(wrapper, 1)
+    assert [what for what, _ in did] == [
+        "planned",
+        "queued",
+        "planned",
+        "queued",
+        "copied",
+        "planned",
+        "queued",
+    ]
+    # Each wrapper has pinned memory of its own: it waits for its own last copy.
+    assert did[4][1] == did[1][1] == did[6][1] != did[3][1]
+    did.clear()
+    runtime.is_active = False
+    plan(one, 1)
+    assert did == [("planned", (1,))]

@@ -1,11 +1,15 @@
 """What the text's other variants do wrong, ours right beside; and each strategy's promise."""
 
+import gc
+
 import pytest
 import torch
 from rig.world import ForwardMode, Shape, World
 
 from kvlab import patch
-from kvlab.patch.strategies import replan
+from kvlab.patch.attempt import Attempt
+from kvlab.patch.seam import PoolView
+from kvlab.patch.strategies import Call, replan
 from kvlab.patch.strategies.gather import Gather
 from kvlab.patch.strategies.shadow import Shadow
 
@@ -250,3 +254,20 @@ def test_gather_leaves_the_index_buffer_as_it_was():
         step(its, batch, its.tensors(batch))
     assert wrapper._kv_indices_buf is indices
     assert torch.equal(indices, values)
+
+
+@pytest.mark.parametrize("strategy", ["shadow", "gather", "fused", "replan", "stock"])
+@pytest.mark.parametrize("family", ["flashinfer_mla", "fa3"])
+def test_a_call_holds_nothing_afterwards(family, strategy):
+    """What waits for Python's collector keeps a step's tensors: the peak of a server's memory would grow."""
+    its = its_of(family)
+    batch = its.batch(ForwardMode.DECODE, LENGTHS)
+    with patch.applied(strategy):
+        its.plan(batch)
+        gc.collect()
+        gc.disable()
+        try:
+            its.attend(batch, "decode", its.tensors(batch), 0)
+            assert not [o for o in gc.get_objects() if isinstance(o, Attempt | Call | PoolView)]
+        finally:
+            gc.enable()

@@ -22,6 +22,10 @@ class TakeOver(BaseException):
         self.compute = compute
 
 
+def nothing() -> None:
+    """What there is to settle where nothing waits."""
+
+
 @dataclass
 class Call:
     """One call of `forward_decode` or `forward_extend` while it runs.
@@ -47,7 +51,7 @@ class Call:
     generation: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)
     pending: NewRows | None = None
-    settle: Callable[[], None] = lambda: None
+    settle: Callable[[], None] = nothing
 
 
 class Strategy(Protocol):
