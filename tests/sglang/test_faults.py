@@ -271,10 +271,15 @@ def test_a_ragged_prefill_with_other_heads_is_no_fallback(its, use_ragged):
     layer = types.SimpleNamespace(head_dim=256, layer_id=0)
     q = torch.zeros(4, 256, dtype=torch.bfloat16)
     site = next(s for s in installed().recognised if s.name == "flashinfer_mla.extend")
+
+    def stocks(backend, q, k, v, layer, forward_batch):
+        holder = backend if site.holder == "self" else forward_batch
+        if not use_ragged:
+            holder.token_to_kv_pool.get_key_buffer(0).to(q.dtype)
+        return "stock's"
+
     with patch.applied("exact"):
-        found = api._patch.runtime.call(
-            site, lambda *args: "stock's", its.backend, q, None, None, layer, batch
-        )
+        found = api._patch.runtime.call(site, stocks, its.backend, q, None, None, layer, batch)
         counters = patch.status()["counters"]
     assert found == "stock's"
     assert bool(counters["fallbacks"]) is not use_ragged
