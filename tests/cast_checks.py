@@ -45,6 +45,8 @@ def check_gather(
         n = found.count.item() * case.active.page_size
         assert n == expected.shape[0] <= case.num_slots
         assert found.overflow.item() == 0
+        if case.active.is_paged:
+            assert (found.slots_filled[: found.count.item()] <= case.active.page_size).all()
         used = torch.cat([torch.zeros(0, dtype=torch.long, device=rows.device), *flat_slots(found, case)])
         read = torch.zeros(found.rows, dtype=torch.bool, device=rows.device)
         read[used] = True

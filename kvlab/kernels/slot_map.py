@@ -62,7 +62,7 @@ def _entries(
         valid = at < tl.minimum(tl.load(bounds + batch), limit)
         used = tl.full([LANES], 1, tl.int32)
     entry = tl.load(table + b * table_stride + at, mask=valid, other=-1).to(tl.int64)
-    return entry, b, at, valid, valid & (entry >= 0) & (entry < units), used
+    return entry, b, at, valid, (entry >= 0) & (entry < units), used
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
