@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from kvlab.kernels import hopper, nvrtc
 from kvlab.kernels.aot import REGISTERS_PER_SM, SHARED_PER_BLOCK
@@ -58,3 +59,17 @@ def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
 def test_an_error_of_the_compiler_is_shown():
     with pytest.raises(nvrtc.CompileError, match=r"(?s)rates.cu.*KIND"):
         nvrtc.compile_source(nvrtc.Source("rates.cu", "rates", (("KIND", "}"),)))
+
+
+@pytest.mark.parametrize("columns", [1, 8, 12, 16, 40, 64, 128, 512])
+def test_a_workspace_serves_whatever_is_chosen(columns, monkeypatch):
+    monkeypatch.setattr(hopper, "_sms", lambda _: 132)
+    device = torch.device("cuda", 0)
+    any_batch = hopper.workspace_bytes(device, columns)
+    for batch in (1, 4, 5, 32, 33, 66, 67, hopper.MAX_BATCH):
+        kept = hopper.workspace_bytes(device, columns, batch)
+        for room in (1, 2048, 2049, 1 << 20):
+            variant = hopper.choose(columns, batch, room)
+            assert variant.workspace_bytes(0) <= kept <= any_batch
+            assert variant.layout(batch)[1] <= SHARED_PER_BLOCK[90]
+            assert 3 * variant.most_ctas(0) * 4 <= hopper.TICKET_BYTES
