@@ -140,6 +140,28 @@ def test_a_map_that_outgrows_its_rows_says_so_and_stays_inside(device):
     assert found.overflow.item() == distinct, "sticky until its reader zeroes it"
 
 
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_a_map_remembers_nothing_of_the_step_before(page_size, device):
+    """One workspace, its tables refilled in place: each step's map is what a fresh workspace gives."""
+    draw = torch.Generator().manual_seed(4)
+    if page_size:
+        active = ActiveSlots.paged(i32([[0] * 5] * 3, device), i32([0] * 3, device), page_size)
+    else:
+        active = ActiveSlots.ragged(i32([0] * 15, device), i32([0] * 4, device))
+    workspace = map_workspace(active, 40)
+    for _ in range(6):
+        active.table.copy_(torch.randint(0, 9, active.table.shape, generator=draw))
+        lengths = torch.randint(0, 6 * max(page_size, 1), (3,), generator=draw).clamp(
+            max=5 * max(page_size, 1)
+        )
+        active.bounds.copy_(lengths if page_size else torch.tensor([0, *lengths]).cumsum(0))
+        found, fresh = slot_map(active, 40, workspace), slot_map(active, 40)
+        n = fresh.count.item()
+        assert found.count.item() == n
+        assert torch.equal(found.slots[:n], fresh.slots[:n])
+        assert torch.equal(found.slots_filled[:n], fresh.slots_filled[:n]) or not page_size
+
+
 def test_compact_never_outgrows_the_pool(device):
     shared = torch.arange(10, dtype=torch.int32, device=device).repeat(50)
     indptr = torch.arange(0, 501, 10, dtype=torch.int32, device=device)
