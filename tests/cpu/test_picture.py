@@ -26,11 +26,11 @@ def test_bars_are_to_scale():
     text = picture.draw()
     cast, rest = bars(text, "cast")[0], bars(text, "rest")
     stock = float(cast.get("width")) + float(rest[0].get("width"))
-    control = float(rest[1].get("width"))
+    control = float(rest[2].get("width"))
     ratio = recorded_steps.step(readme, "stock") / recorded_steps.step(readme, "control_bf16")
     assert abs(stock / control / ratio - 1) < 1e-3
     # One layer: its cast is wider than all else together.
-    layer = [r for kind in ("cast", "rest", "attention") for r in bars(text, kind) if r.get("y") == "198"]
+    layer = [r for kind in ("cast", "rest", "attention") for r in bars(text, kind) if r.get("y") == "262"]
     widths = {
         kind: sum(float(r.get("width")) for r in layer if r.get("class") == kind) for kind in ("cast", "rest")
     }
