@@ -5,7 +5,11 @@ from html import escape
 # (SGLang's own line, what stands there while the patch is applied, whether the view is in place)
 _CALL = (
     ("forward_decode(q, k, v, …)", "the backend is lent a view of its pool, for this call", False),
-    ("pool.set_mla_kv_buffer(…)", "the new row, byte for byte as stock writes it; at once, or with the cast", True),
+    (
+        "pool.set_mla_kv_buffer(…)",
+        "the new row, byte for byte as stock writes it; at once, or with the cast",
+        True,
+    ),
     ("pool.get_key_buffer(layer)", "the real one is called; its FP8 rows come back as a deferred cast", True),
     (".to(q.dtype)", "the strategy casts what this call reads, or leaves it to stock", True),
     ("wrapper.run(q, rows, …)", "flashinfer's kernel, untouched: same lengths, same values", True),
