@@ -15,6 +15,12 @@ window.probe = {
           const out = { type: t.type, mode: t.mode || "", name: t.name, data: 0, drawn: 0 };
           if (t.type === "bar" || t.type.startsWith("scatter")) out.data = pairs(t.x, t.y);
           else if (t.type === "pie") out.data = t.values.length;
+          else if (t.type === "icicle") {
+            // Slices narrower than a pixel are not drawn.
+            out.data = t.labels.length;
+            out.drawn = gd.querySelectorAll(".iciclelayer g.slice").length > 1 ? out.data : 0;
+            return out;
+          }
           else if (t.type === "heatmap") out.data = [...t.z].reduce((n, row) => n + row.length, 0);
           const groups = [...gd.querySelectorAll("g.trace, g.hm")];
           const bound = (g) => g.__data__ && g.__data__[0] && g.__data__[0].trace;
