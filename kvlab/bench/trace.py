@@ -47,6 +47,7 @@ class TraceRun(msgspec.Struct, kw_only=True, frozen=True):
     file_bytes: int
     events: int
     cpus: int
+    """That the readers could use."""
     load: float
     """Processes that wanted to run, over the last minute: above `cpus` the measurement was not alone."""
     rounds: int
@@ -138,7 +139,7 @@ def measure(source: Path, *, size: int, rounds: int = 3, hta: Path | None = None
         copies=copies,
         file_bytes=file_bytes,
         events=done["json.load"].answer["events"],
-        cpus=os.cpu_count() or 1,
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         rounds=rounds,
         readers=done,
         load=os.getloadavg()[0],
