@@ -1,7 +1,8 @@
 """How does a decode step attend over FP8 rows without casting them? `mla_decode`, and who computes it.
 
-On Hopper the CUDA kernels of `kvlab.kernels.hopper`, where they take the call; everywhere else, and behind
-them, the Triton kernels of `kvlab.kernels.mla_triton` (SM80 to SM120). Both equal
+On Hopper the CUDA kernels of `kvlab.kernels.hopper`, where they take the call and were measured to be the
+faster ones (`kvlab.kernels.choice`); everywhere else the Triton kernels of `kvlab.kernels.mla_triton` (SM80
+to SM120). Both equal
 `kvlab.kernels.reference.mla_attention`, read lengths on the device and never wait for it, so one captured
 CUDA graph serves every length.
 """
@@ -14,6 +15,7 @@ import torch
 import triton
 
 from kvlab.errors import BadInput
+from kvlab.kernels import choice
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
 from kvlab.kernels.chip import chip
@@ -40,7 +42,8 @@ class Tuning:
 
     `block_h` query columns (heads x query tokens) and `tile` tokens at a time by `warps`, loads `stages`
     deep; `shares` programs an SM, each with at least `min_tiles` tiles. `method` opens FP8 codes
-    (mla_triton._open_pairs). `pdl`: programmatic dependent launch (SM90 on).
+    (mla_triton._open_pairs). `pdl`: programmatic dependent launch (SM90 on). A share of at most `shallow`
+    tiles is loaded two deep: a deeper pipeline would only delay it.
     """
 
     block_h: int
@@ -51,6 +54,7 @@ class Tuning:
     min_tiles: int
     method: str
     pdl: bool = False
+    shallow: int = 0
 
 
 def tuning(capability: int, columns: int, batch: int) -> Tuning:
@@ -60,13 +64,13 @@ def tuning(capability: int, columns: int, batch: int) -> Tuning:
     many keep two programs an SM busy, whose waits overlap. SM89 and SM120 have 99 KiB a block and an SM.
     """
     if capability == 0:
-        return Tuning(16, 16, 4, 1, 2, 1, "plain")
+        return Tuning(16, 16, 4, 1, 2, 1, "plain", shallow=2)
     method, pdl = "cvt" if capability >= 89 else "bits", capability >= 90
     is_small = capability in _SMALL_SHARED
     if columns > 16:
         return Tuning(32, 32 if is_small else 64, 8, 5, 1, 1, method, pdl)
     if batch < 16 or is_small or capability < 90:
-        return Tuning(16, 64, 8, 5, 1, 1, method, pdl)
+        return Tuning(16, 64, 8, 5, 1, 1, method, pdl, shallow=2)
     return Tuning(16, 64, 4, 5, 2, 1, method, pdl)
 
 
@@ -97,6 +101,7 @@ def mla_decode(
     even. `active` names each request's slots; entries that are negative or past the pool are masked, and
     bytes of rows that no request reads have no effect, NaN included. `q_indptr` int32 [bs + 1] bounds each
     request's query tokens, its last ones (None: one each); with `causal` they see what came before them.
+    A query's values count to 2^-30 of its largest in CUDA, wholly in Triton, which turns to float32 there.
     Logits are `sm_scale * k_scale * q·k`, capped as `logit_cap * tanh(logits / logit_cap)` where logit_cap is
     positive; values are scaled by k_scale.
 
@@ -172,7 +177,7 @@ def mla_decode(
         "lse_base2": lse_base2,
         "workspace": workspace,
     }
-    if _picks_cuda(backend, q_nope, q_pe, pool, active):
+    if _picks_cuda(backend, q_nope, q_pe, pool, active, _columns(tokens, heads, active.batch)):
         from kvlab.kernels import hopper, nvrtc
 
         try:
@@ -224,7 +229,7 @@ def workspace_for(
 def why_not_cuda(
     q_nope: torch.Tensor, q_pe: torch.Tensor | None, rows: torch.Tensor, active: ActiveSlots
 ) -> str | None:
-    """Why backend "auto" would leave this call to Triton; None where the CUDA kernels take it."""
+    """Why the CUDA kernels do not take this call; None where they do. Which is faster: kernels.choice."""
     if not _is_cuda(rows.device):
         return f"rows are on {rows.device}"
     if chip(rows.device)[0] != 90:
@@ -241,16 +246,23 @@ def _is_cuda(device: torch.device) -> bool:
 
 
 def _picks_cuda(
-    backend: str, q_nope: torch.Tensor, q_pe: torch.Tensor | None, pool: torch.Tensor, active: ActiveSlots
+    backend: str,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor | None,
+    pool: torch.Tensor,
+    active: ActiveSlots,
+    columns: int,
 ) -> bool:
     if backend not in BACKENDS:
         raise BadInput(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "triton":
         return False
     reason = why_not_cuda(q_nope, q_pe, pool, active)
-    if backend == "cuda" and reason:
-        raise BadInput(f"backend: cuda does not take this call: {reason}; use auto or triton")
-    return reason is None
+    if backend == "cuda":
+        if reason:
+            raise BadInput(f"backend: cuda does not take this call: {reason}; use auto or triton")
+        return True
+    return reason is None and choice.prefer(columns, active.batch, active.capacity // active.batch) == "cuda"
 
 
 def _check_sizes(q_nope: torch.Tensor, heads: int, rank: int, rope: int) -> None:
@@ -404,6 +416,7 @@ def _launch(
         BATCH=max(128, triton.next_power_of_2(active.batch)),
         METHOD=tune.method,
         STAGES=tune.stages,
+        SHALLOW=tune.shallow,
         num_warps=tune.warps,
         **launch,
     )

@@ -64,6 +64,7 @@ def specs(
         "BATCH": 128,
         "METHOD": tune.method,
         "STAGES": tune.stages,
+        "SHALLOW": tune.shallow,
     }
     of_merge = {"CHUNK": 16, "PIECES": 64, "STAGES": MERGE_STAGES, "WIDE_TILE": WIDE_TILE}
     name = f"sm_{capability} {heads} heads"

@@ -184,6 +184,89 @@ def _slots(table, r, begin, position, table_stride, num_slots, PAGE_SIZE: tl.con
     return slot, is_slot
 
 
+@triton.jit
+def _attend(
+    q_even,
+    q_odd,
+    q_rope_even,
+    q_rope_odd,
+    unscale,
+    last,
+    t0,
+    t1,
+    rows,
+    table,
+    r,
+    begin,
+    length,
+    num_slots,
+    row_stride,
+    table_stride,
+    cap2,
+    BLOCK_H: tl.constexpr,
+    TILE: tl.constexpr,
+    LATENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PAIRS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    E5M2: tl.constexpr,
+    METHOD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles t0 … t1 of a request: (even and odd columns of P V, largest logit, sum), all times 2^15."""
+    pair = tl.arange(0, PAIRS)
+    rope_pair = tl.arange(0, ROPE_PAIRS)
+    lane_t = tl.arange(0, TILE)
+    acc_even = tl.zeros([BLOCK_H, PAIRS], tl.float32)
+    acc_odd = tl.zeros([BLOCK_H, PAIRS], tl.float32)
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_H], tl.float32)
+    for t in tl.range(t0, t1, num_stages=STAGES):
+        position = t * TILE + lane_t
+        within = tl.minimum(position, length - 1)
+        slot, is_slot = _slots(table, r, begin, within, table_stride, num_slots, PAGE_SIZE)
+        row = rows + slot.to(tl.uint64)[:, None] * row_stride.to(tl.uint32)
+        if LATENT == PAIRS:
+            x = tl.load(row + pair[None, :], mask=is_slot[:, None], other=0)
+        else:
+            x = tl.load(row + pair[None, :], mask=is_slot[:, None] & (pair < LATENT)[None, :], other=0)
+        k_even, k_odd = _open_pairs(tl.trans(x), E5M2, METHOD)
+        # Two sums, added at the end: one would be a chain of products that wait for each other.
+        s = tl.dot(q_even, k_even)
+        s_odd = tl.dot(q_odd, k_odd)
+        if ROPE > 0:
+            x_rope = tl.load(
+                row + (LATENT + rope_pair)[None, :],
+                mask=is_slot[:, None] & (rope_pair < ROPE)[None, :],
+                other=0,
+            )
+            k_rope_even, k_rope_odd = _open_pairs(tl.trans(x_rope), E5M2, METHOD)
+            s = tl.dot(q_rope_even, k_rope_even, s)
+            s_odd = tl.dot(q_rope_odd, k_rope_odd, s_odd)
+        s = (s + s_odd) * unscale[:, None]
+        if CAPPED:
+            s = _cap(s, cap2)
+        seen = (is_slot & (position < length))[None, :]
+        if CAUSAL:
+            seen &= position[None, :] <= last[:, None]
+        s = tl.where(seen, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - (base - _P_EXP)[:, None])
+        decay = tl.exp2(m - base)
+        norm = norm * decay + tl.sum(p, 1)
+        m = m_new
+        p16 = p.to(tl.float16)
+        v_even, v_odd = _open_pairs(x, E5M2, METHOD)
+        acc_even = tl.dot(p16, v_even, acc_even * decay[:, None])
+        acc_odd = tl.dot(p16, v_odd, acc_odd * decay[:, None])
+    return acc_even, acc_odd, m, norm
+
+
 @triton.jit(do_not_specialize=["batch", "limit", "num_slots", "min_tiles"])
 def kvlab_mla_decode(
     q_nope,  # uint32: pairs of BF16 or FP16
@@ -230,6 +313,7 @@ def kvlab_mla_decode(
     E5M2: tl.constexpr,
     METHOD: tl.constexpr,
     STAGES: tl.constexpr,
+    SHALLOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One share of the batch's tiles: attention over them, finished or left as a piece. See mla_decode."""
@@ -259,7 +343,6 @@ def kvlab_mla_decode(
     pair = tl.arange(0, PAIRS)
     rope_pair = tl.arange(0, ROPE_PAIRS)
     lane_h = tl.arange(0, BLOCK_H)
-    lane_t = tl.arange(0, TILE)
 
     while tile < stop:
         begin, length, q_first, q_count = _extent(r, bounds, q_indptr, limit, PAGED, RAGGED_Q, True)
@@ -299,6 +382,8 @@ def kvlab_mla_decode(
             loss = tl.sum(_fp16_loss(even) + _fp16_loss(odd), 1)
             q_even = even.to(tl.float16)
             q_odd = odd.to(tl.float16)
+            q_rope_even = q_even
+            q_rope_odd = q_odd
             if ROPE > 0:
                 rope_even *= scale
                 rope_odd *= scale
@@ -308,56 +393,107 @@ def kvlab_mla_decode(
             is_wide = tl.max(loss * tl.abs(unscale), 0) * CODE_MAX > _LOGIT_LOSS
             unscale *= FOLD
 
-            if CAUSAL:
-                last = length - q_count + q_of
-            acc_even = tl.zeros([BLOCK_H, PAIRS], tl.float32)
-            acc_odd = tl.zeros([BLOCK_H, PAIRS], tl.float32)
-            m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            norm = tl.zeros([BLOCK_H], tl.float32)
-
+            last = length - q_count + q_of
             t1 = tl.where(is_wide | (length == 0), t0, t0 + taken)
-            for t in tl.range(t0, t1, num_stages=STAGES):
-                position = t * TILE + lane_t
-                within = tl.minimum(position, length - 1)
-                slot, is_slot = _slots(table, r, begin, within, table_stride, num_slots, PAGE_SIZE)
-                row = rows + slot.to(tl.uint64)[:, None] * row_stride.to(tl.uint32)
-                if LATENT == PAIRS:
-                    x = tl.load(row + pair[None, :], mask=is_slot[:, None], other=0)
+            if SHALLOW > 0:
+                # A pipeline as deep as a long share wants only delays one of a tile or two.
+                if t1 - t0 <= SHALLOW:
+                    acc_even, acc_odd, m, norm = _attend(
+                        q_even,
+                        q_odd,
+                        q_rope_even,
+                        q_rope_odd,
+                        unscale,
+                        last,
+                        t0,
+                        t1,
+                        rows,
+                        table,
+                        r,
+                        begin,
+                        length,
+                        num_slots,
+                        row_stride,
+                        table_stride,
+                        cap2,
+                        BLOCK_H,
+                        TILE,
+                        LATENT,
+                        PAIRS,
+                        ROPE,
+                        ROPE_PAIRS,
+                        PAGE_SIZE,
+                        CAUSAL,
+                        CAPPED,
+                        E5M2,
+                        METHOD,
+                        2,
+                    )
                 else:
-                    x = tl.load(
-                        row + pair[None, :], mask=is_slot[:, None] & (pair < LATENT)[None, :], other=0
+                    acc_even, acc_odd, m, norm = _attend(
+                        q_even,
+                        q_odd,
+                        q_rope_even,
+                        q_rope_odd,
+                        unscale,
+                        last,
+                        t0,
+                        t1,
+                        rows,
+                        table,
+                        r,
+                        begin,
+                        length,
+                        num_slots,
+                        row_stride,
+                        table_stride,
+                        cap2,
+                        BLOCK_H,
+                        TILE,
+                        LATENT,
+                        PAIRS,
+                        ROPE,
+                        ROPE_PAIRS,
+                        PAGE_SIZE,
+                        CAUSAL,
+                        CAPPED,
+                        E5M2,
+                        METHOD,
+                        STAGES,
                     )
-                k_even, k_odd = _open_pairs(tl.trans(x), E5M2, METHOD)
-                # Two sums, added at the end: one would be a chain of products that wait for each other.
-                s = tl.dot(q_even, k_even)
-                s_odd = tl.dot(q_odd, k_odd)
-                if ROPE > 0:
-                    x_rope = tl.load(
-                        row + (LATENT + rope_pair)[None, :],
-                        mask=is_slot[:, None] & (rope_pair < ROPE)[None, :],
-                        other=0,
-                    )
-                    k_rope_even, k_rope_odd = _open_pairs(tl.trans(x_rope), E5M2, METHOD)
-                    s = tl.dot(q_rope_even, k_rope_even, s)
-                    s_odd = tl.dot(q_rope_odd, k_rope_odd, s_odd)
-                s = (s + s_odd) * unscale[:, None]
-                if CAPPED:
-                    s = _cap(s, cap2)
-                seen = (is_slot & (position < length))[None, :]
-                if CAUSAL:
-                    seen &= position[None, :] <= last[:, None]
-                s = tl.where(seen, s, float("-inf"))
 
-                m_new = tl.maximum(m, tl.max(s, 1))
-                base = tl.where(m_new == float("-inf"), 0.0, m_new)
-                p = tl.exp2(s - (base - _P_EXP)[:, None])
-                decay = tl.exp2(m - base)
-                norm = norm * decay + tl.sum(p, 1)
-                m = m_new
-                p16 = p.to(tl.float16)
-                v_even, v_odd = _open_pairs(x, E5M2, METHOD)
-                acc_even = tl.dot(p16, v_even, acc_even * decay[:, None])
-                acc_odd = tl.dot(p16, v_odd, acc_odd * decay[:, None])
+            else:
+                acc_even, acc_odd, m, norm = _attend(
+                    q_even,
+                    q_odd,
+                    q_rope_even,
+                    q_rope_odd,
+                    unscale,
+                    last,
+                    t0,
+                    t1,
+                    rows,
+                    table,
+                    r,
+                    begin,
+                    length,
+                    num_slots,
+                    row_stride,
+                    table_stride,
+                    cap2,
+                    BLOCK_H,
+                    TILE,
+                    LATENT,
+                    PAIRS,
+                    ROPE,
+                    ROPE_PAIRS,
+                    PAGE_SIZE,
+                    CAUSAL,
+                    CAPPED,
+                    E5M2,
+                    METHOD,
+                    STAGES,
+                )
 
             rescale = (value_scale * FOLD / tl.where(norm == 0, 1.0, norm))[:, None]
             acc_even *= rescale
