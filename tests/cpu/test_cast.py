@@ -162,6 +162,21 @@ def test_a_map_remembers_nothing_of_the_step_before(page_size, device):
         assert torch.equal(found.slots_filled[:n], fresh.slots_filled[:n]) or not page_size
 
 
+def test_a_page_that_the_pool_holds_in_part_is_no_page_of_a_map(device):
+    active = ActiveSlots.paged(i32([[2, 1], [2, 0]], device), i32([8, 6], device), 4)
+    found = slot_map(active, 11)
+    assert found.count.item() == 2
+    assert found.slots[:2].tolist() == [1, 0]
+    assert found.new_indices.tolist() == [[2, 0], [2, 1]]
+
+
+def test_a_map_of_pages_overflows_by_pages(device):
+    active = ActiveSlots.paged(i32([[0, 1, 2]], device), i32([12], device), 4)
+    found = slot_map(active, 40, map_workspace(active, 40, rows=8))
+    assert (found.count.item(), found.overflow.item()) == (2, 3)
+    assert map_workspace(active, 8, rows=400).rows == 8
+
+
 def test_compact_never_outgrows_the_pool(device):
     shared = torch.arange(10, dtype=torch.int32, device=device).repeat(50)
     indptr = torch.arange(0, 501, 10, dtype=torch.int32, device=device)
@@ -313,5 +328,16 @@ def test_wrong_tables_and_maps_are_named(device):
         BadInput, match=r"compact: expected \[8 or more, 80\], got torch.float16 \[2, 1, 80\]"
     ):
         gather_cast(rows, compact[:2], slot_map(active, 9))
+    with pytest.raises(BadInput, match=r"active: expected fewer than 2\^30 entries"):
+        slot_map(ActiveSlots(torch.zeros(1, **i32).expand(2**30), torch.zeros(2, **i32)), 8)
+    paged = paged_case([3], 1, num_slots=8, seed=0, device=device).active
+    flat = ActiveSlots.ragged(paged.table[0].contiguous(), torch.zeros(2, **i32))
+    with pytest.raises(BadInput, match=r"workspace: expected one made for 8 slots, ragged, page_size 1"):
+        slot_map(flat, 8, map_workspace(paged, 8))
+    with pytest.raises(BadInput, match=r"rows: expected a multiple of page_size 1, 0 or more, got -1"):
+        map_workspace(flat, 8, rows=-1)
+    elsewhere = ActiveSlots(flat.table.to("meta"), flat.bounds.to("meta"))
+    with pytest.raises(BadInput, match=r"active: expected tensors on .* as rows, got meta"):
+        a_call(device, active=elsewhere)
     with pytest.raises(BadInput, match=r"rows: expected a multiple of page_size 4"):
         map_workspace(paged_case([9], 4, num_slots=32, seed=0, device=device).active, 32, rows=6)
