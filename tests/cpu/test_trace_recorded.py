@@ -59,6 +59,18 @@ def test_the_cast_of_the_pool_is_in_every_stock_step_and_in_no_patched_one(stock
 FOLDERS = sorted(p for p in (*TRACES.iterdir(), *SHARE.iterdir()) if p.is_dir())
 
 
+@pytest.mark.parametrize("batch", [1, 16])
+def test_eager_steps_have_the_same_casts_and_wait_for_their_host(batch):
+    eager = told(TRACES / "flashinfer-eager-off" / f"decode-b{batch}-c100.trace.json.gz")
+    graphs = told(TRACES / "flashinfer-graphs-off" / f"decode-b{batch}-c100.trace.json.gz")
+    assert (eager.cuda_graphs, graphs.cuda_graphs) == (False, True)
+    assert eager.kv_cast.pool_slots == graphs.kv_cast.pool_slots
+    assert eager.kv_cast.ms_per_step == pytest.approx(graphs.kv_cast.ms_per_step, rel=0.005)
+    assert eager.kv_cast.launched_from == ["aten::copy_"]
+    assert eager.busy_ms == pytest.approx(graphs.busy_ms, rel=0.02)
+    assert eager.idle_ms > eager.busy_ms
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_each_says_how_it_was_patched(folder):
     kept = msgspec.json.decode((folder / "provenance.json").read_bytes(), type=Recording)
