@@ -23,7 +23,7 @@ def identical(found):
     return found["answers"] == found["same_tokens"] == found["same_logprobs"]
 
 
-@pytest.mark.parametrize("name", ["plugin.json", "tp2.json", "nextn.json", "http.json", "plan-race.json"])
+@pytest.mark.parametrize("name", sorted(p.name for p in FOLDER.glob("*.json")))
 def test_every_file_says_where_it_ran(name):
     where = read(name)["provenance"]
     assert set(where["gpus"]) == {"NVIDIA H200"}
@@ -121,3 +121,41 @@ def test_a_decode_step_attends_by_the_next_steps_plan_where_the_host_runs_ahead(
     # The last step has no next one.
     assert found["ahead_differs"] == found["ahead_is_the_next_plans"] == found["steps"] - 1
     assert found["guarded_differs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "case", "said"),
+    [
+        ("faults.json", "fault_serving", "shadow failed (RuntimeError: injected"),
+        ("faults.json", "fault_removed", ""),
+        ("faults.json", "fault_compile", "self-check of shadow failed"),
+        ("faults-first-run.json", "fault_capture", "shadow failed (RuntimeError: injected"),
+        ("faults-first-run.json", "fault_self_check", "self-check of shadow failed"),
+        ("faults-first-run.json", "fault_wrong_bit", "values differ from the stock cast; not used"),
+        ("faults-first-run.json", "fault_scratch", "shadow failed (OutOfMemoryError"),
+        ("faults-first-run.json", "strict", ""),
+        ("faults-first-run.json", "no_graphs", ""),
+    ],
+)
+def test_faults_lose_no_request_and_change_no_token(file, case, said):
+    found = read(file)["cases"][case]
+    assert served(found)
+    assert identical(found["against_off"])
+    assert found["tracebacks"] == 0
+    # Each thing is said once.
+    assert len(found["lines"]) == len(set(found["lines"]))
+    assert sum(said in line for line in found["lines"]) >= 1
+
+
+def test_what_broke_is_left_to_stock():
+    faults = read("faults.json")["cases"]
+    assert served(faults["fault_half"])
+    (line,) = faults["fault_half"]["lines"]
+    assert "left to stock: the patch failed to go in" in line
+    (rank,) = faults["fault_removed"]["ranks"]
+    assert (rank["strategy"], rank["note"]) == ("off", "captured graphs stay patched")
+    (rank,) = faults["fault_compile"]["ranks"]
+    assert {c["strategy"] for c in rank["chosen"].values()} == {"stock"}
+    small = read("faults-first-run.json")["cases"]["strict_small_pool"]
+    assert (small["rc"], small["left"]) == (1, 0)
+    assert "KVLAB_PATCH_STRICT" in small["lines"][0]
