@@ -84,6 +84,9 @@ def remove() -> dict[str, Any]:
             _patch.done.undo()
             _patch.in_place.clear()
             _patch.is_applied = False
+            if _patch.runtime.server:
+                stay = "; captured graphs stay patched" if _patch.runtime.has_captured else ""
+                log.info("kvlab: removed from this scheduler%s", stay)
             _patch.runtime.on_change(True)
         return status()
 

@@ -284,3 +284,15 @@ def test_a_ragged_prefill_with_other_heads_is_no_fallback(its, use_ragged):
     assert found == "stock's"
     assert bool(counters["fallbacks"]) is not use_ragged
     assert bool(counters["calls"]) is not use_ragged
+
+
+def test_removing_while_serving_is_said_in_a_line(its, caplog, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="kvlab.patch")
+    patch.apply("exact")
+    api._patch.runtime.server = {"port": 1}
+    api._patch.runtime.has_captured = True
+    patch.remove()
+    patch.remove()
+    said = [r.getMessage() for r in caplog.records if "removed" in r.getMessage()]
+    assert said == ["kvlab: removed from this scheduler; captured graphs stay patched"]
