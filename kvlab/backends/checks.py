@@ -197,8 +197,8 @@ def _fa4(case: Case) -> Iterator[Finding]:
     if rule and 4 not in rule["versions"]:
         yield Finding(
             text="the absorbed MLA path is for FlashAttention 3: fa4 serves MLA's first prefill and "
-            "dies at the rest",
-            evidence=(case.s.evidence(rule),),
+            "dies at the rest; in decode its layers come unabsorbed, and the rows cannot be viewed",
+            evidence=(case.s.evidence(rule), case.s.evidence(rule["decode"])),
         )
     elif case.q.major not in (10, 11):
         yield Finding(

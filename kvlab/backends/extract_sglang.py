@@ -265,7 +265,18 @@ def _fa4(tree: Tree) -> dict[str, Any] | None:
             return {
                 "versions": sorted({int(n) for n in re.findall(r"\b(\d)\b", ast.unparse(node.test))}),
                 **module.quote(node),
+                "decode": _views_absorbed(module),
             }
+    return None
+
+
+def _views_absorbed(module: Module) -> dict[str, Any] | None:
+    """Where decode takes the rows for absorbed ones: with fa4, MLA layers come unabsorbed in decode too."""
+    function = module.function("forward_decode")
+    for node in ast.walk(function) if function else []:
+        if isinstance(node, ast.Assign) and ast.unparse(node).startswith("k_rope_cache = k_rope.view("):
+            # The line that a traceback shows.
+            return {**module.quote(node), "quote": "k_rope_cache = k_rope.view("}
     return None
 
 

@@ -29,7 +29,10 @@ from kvlab.errors import BadInput
 
 _LOG_BYTES = 200_000
 _RUNNERS = ("sglang.benchmark.one_batch", "sglang.bench_one_batch")
-_ERROR = re.compile(r"^(?:\S+\.)?(\w*(?:Error|Exception|Interrupt))(?:: (.*))?$", re.MULTILINE)
+# A rank's lines begin with its number.
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt))(?:: (.*))?$", re.MULTILINE
+)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +216,28 @@ def merge(files: list[Path]) -> dict[str, Any]:
     return {"provenance": provenances[-1], "runs": provenances, "outcomes": list(outcomes.values())}
 
 
+def judge_again(found: list[Outcome], logs: Path) -> list[Outcome]:
+    """Hold an earlier run's logs to the answers of today's rules. Raises BadInput where one is missing."""
+    from kvlab import dummy
+    from kvlab import models as shapes
+    from kvlab.backends import decide, question
+
+    judged = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for o in found:
+            folder = Path(scratch) / o.model
+            if not folder.exists():
+                dummy.write_rank(folder, dummy.rank_config(shapes.load(o.model), layers=4))
+            q = question(str(folder), o.gpu, o.sglang, kv_dtype=o.kv_dtype, tp=1)
+            log = logs / f"{o.model}-{o.backend}.log"
+            if not log.is_file():
+                raise BadInput(f"--logs: no {log.name} in {logs}")
+            verdict = next(v for v in decide(q) if v.backend == o.backend)
+            text, code = log.read_text("utf-8"), 0 if o.served else 1
+            judged.append(judge(verdict, model=o.model, gpu=o.gpu, kv_dtype=o.kv_dtype, code=code, log=text))
+    return judged
+
+
 def _write(out: Path, document: dict[str, Any]) -> None:
     out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
@@ -227,11 +252,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=300, help="seconds a backend")
     parser.add_argument("--parallel", type=int, default=1, help="backends at a time on the one card")
     parser.add_argument("--logs", type=Path, help="a folder for what each run said")
-    parser.add_argument("--merge", type=Path, nargs="+", help="join these records instead of running")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        help="join these records instead of running; --logs judges them again",
+    )
     parser.add_argument("--out", type=Path, required=True, help="served.json of a folder in data/recorded")
     chosen = parser.parse_args(argv)
     if chosen.merge:
-        _write(chosen.out, merge(chosen.merge))
+        document = merge(chosen.merge)
+        if chosen.logs is not None:
+            found = msgspec.convert(document["outcomes"], list[Outcome])
+            document["outcomes"] = judge_again(found, chosen.logs)
+        _write(chosen.out, document)
         return
     only = chosen.backends.split(",") if chosen.backends else None
     if chosen.logs is not None:

@@ -109,3 +109,15 @@ def test_records_of_several_runs_become_one(tmp_path):
     other = document("c.json", "2026-11-29T22:20", outcome("fa3", True, "NVIDIA B200"))
     with pytest.raises(BadInput, match="NVIDIA B200"):
         served.merge([late, other])
+
+
+def test_the_card_did_what_the_answer_says():
+    tried = [o for _, o in served.recorded() if o.gpu == "NVIDIA H200"]
+    assert {o.model for o in tried} == {"glm-5", "deepseek-v3"}
+    for o in tried:
+        assert o.agrees, (o.model, o.backend, o.exception)
+        assert o.served or o.quoted
+        now = next(v for v in decide(question(o.model, "h200", o.sglang, tp=8)) if v.backend == o.backend)
+        if o.backend != "dsa":  # a dummy rank has no indexer, GLM-5 has
+            assert now.works == o.expected == o.served, (o.model, o.backend)
+    assert {o.backend for o in tried if o.served} == {"flashinfer", "flashmla", "triton"}
