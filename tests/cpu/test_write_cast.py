@@ -5,6 +5,7 @@ import torch
 
 from kvlab.kernels import kv_write
 from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.aot import CAPABILITIES, REGISTERS_PER_SM, Spec, report
 from kvlab.kernels.cast import shadow_cast
 from kvlab.kernels.slot_list import list_for, slot_list
 from kvlab.kernels.write_cast import without, write_cast
@@ -82,3 +83,28 @@ def test_many_rows_take_the_long_way(device):
     lengths = [150, 150, 150]
     both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=lengths, slots=512)
     both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=lengths, slots=512, page_size=16)
+
+
+def test_it_fits_every_chip():
+    """Compiled ahead of time: SM80 reads bytes, the others FP8; three programs of eight warps an SM."""
+    ints = ["row_stride", "out_stride", "nope_stride", "rope_stride", "num_slots", "limit", "writes"]
+    pointers = {"codes": "*u8", "out": "*bf16", "slots": "*i32", "count": "*i32", "loc": "*i64"}
+    signature = pointers | {"nope": "*bf16", "rope": "*bf16"} | dict.fromkeys(ints, "i32")
+    codes = {"OVER": 0x7F, "INF": 0x7F, "NAN": 0x7F, "NEGATIVE_NAN": 0xFF}
+    cut = {"NOPE": 512, "ROPE": 64, "BLOCK": 1024, "UNIT": 16, "FEW_UNIT": 8, "LANES": 512}
+    specs = [
+        Spec(
+            name=name,
+            kernel="kvlab.kernels.write_cast:kvlab_write_cast",
+            signature=signature | {"rows": rows},
+            constexprs=codes | cut | {"E5M2": False, "BF16": True, "NATIVE": rows != "*u8"},
+            divisible=[*pointers, "rows", "nope", "rope", *ints[:4]],
+            num_warps=8,
+        )
+        for name, rows in (("bytes", "*u8"), ("native", "*fp8e4nv"))
+    ]
+    found = report(specs[:1], [80]) + report(specs[1:], [89, 90, 100, 120])
+    assert len(found) == len(CAPABILITIES)
+    for one in found:
+        assert one.exceeds() == [], one
+        assert one.registers * one.threads * 3 <= REGISTERS_PER_SM
