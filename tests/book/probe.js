@@ -15,6 +15,11 @@ window.probe = {
           const out = { type: t.type, mode: t.mode || "", name: t.name, data: 0, drawn: 0 };
           if (t.type === "bar" || t.type.startsWith("scatter")) out.data = pairs(t.x, t.y);
           else if (t.type === "pie") out.data = t.values.length;
+          else if (t.type === "waterfall") {
+            out.data = pairs(t.x, t.y);
+            out.drawn = gd.querySelectorAll(".waterfalllayer .point path[d]").length === out.data ? out.data : 0;
+            return out;
+          }
           else if (t.type === "icicle") {
             // Slices narrower than a pixel are not drawn.
             out.data = t.labels.length;

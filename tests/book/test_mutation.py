@@ -119,10 +119,12 @@ def problems(old, new):
     moved = set()
     for (anchor, title, shown), (_, _, now) in zip(numbers, again, strict=True):
         if rests_on_a_recording(title) and digits(shown):
+            # Two digits meet by chance, as a mean over many shapes does.
+            if len(re.sub(r"^[0.,]+|[.,]", "", digits(shown))) < 3:
+                continue
             if shown == now:
                 found.append(f"{anchor} still reads {shown}")
-            elif len(re.sub(r"^[0.,]+|[.,]", "", digits(shown))) >= 3:
-                # Two digits meet by chance.
+            else:
                 moved.add(digits(shown))
     for anchor, title, shown in again:
         # The source text, or arithmetic on it, may give the same figure (SGLang's log does); not a parameter.
