@@ -437,7 +437,11 @@ def test_cousins(raw, recorded_step):
     assert write.verdict == "found"
     assert "156 conversions to FP8 a step, 2 a layer, 0.22 ms, for 78 stores" in write.text
     assert verdicts(recorded_step)["whole-pool FP4 dequantisation"] == "not found"
-    name = "triton_poi_fused__to_copy_bitwise_and_exp2_index_mul_where_0"
+    # The operators that torch.compile fuses of SGLang 0.5.15.post1's BlockFP4KVQuantizeUtil.batched_dequantize.
+    name = (
+        "triton_poi_fused___rshift____to_copy_bitwise_and_copy_exp2_index_mul_ne_neg_slice_sub_unsqueeze_"
+        "view_where_0"
+    )
     fp4 = report(made(raw, [{**e, "name": name} if is_cast_like(e) else e for e in raw["traceEvents"]]))
     assert verdicts(fp4)["full-pool KV cast"] == "not found"
     found = next(f for f in fp4.diagnosis if "FP4" in f.what)
