@@ -437,7 +437,7 @@ def test_cousins(raw, recorded_step):
     assert write.verdict == "found"
     assert "156 conversions to FP8 a step, 2 a layer, 0.22 ms, for 78 stores" in write.text
     assert verdicts(recorded_step)["whole-pool FP4 dequantisation"] == "not found"
-    # The operators that torch.compile fuses of SGLang 0.5.15.post1's BlockFP4KVQuantizeUtil.batched_dequantize.
+    # The operators that torch.compile fuses of batched_dequantize of SGLang 0.5.15.post1's FP4 cache.
     name = (
         "triton_poi_fused___rshift____to_copy_bitwise_and_copy_exp2_index_mul_ne_neg_slice_sub_unsqueeze_"
         "view_where_0"
