@@ -156,6 +156,22 @@ def test_exact_gives_stock_s_tokens_and_logits_to_the_bit():
     assert together["distinct_tokens"] > 1000
 
 
+def test_graphs_off_gives_the_same_bits_and_holds_no_more_memory():
+    eager = read("identity-eager.json")
+    [stock, exact] = [r for r in eager["runs"] if not r["case"]["cuda_graphs"]]
+    assert (stock["case"]["strategy"], exact["case"]["strategy"]) == ("stock", "exact")
+    assert stock["patch"]["strategy"] == "off"
+    assert all(r["controls"]["rerun_is_identical"] for r in (stock, exact))
+    assert stock["controls"]["a_zeroed_row_changes_tokens"]
+    [compared] = eager["compared"]
+    assert compared["identical"]
+    assert compared["tokens"] >= 16 * 32
+    stages = {r["case"]["strategy"]: r["stages"] for r in read("memory-eager.json")["runs"]}
+    for kind in ("peak_reserved", "peak_allocated"):
+        highest = {s: max(stage[kind] for stage in of.values()) for s, of in stages.items()}
+        assert highest["exact"] <= highest["stock"]
+
+
 def test_the_run_that_is_not_identical_is_told():
     """Open, as the README says: should a later record settle it, that is to be rewritten too."""
     [last] = read("identity-2.json")["compared"]
