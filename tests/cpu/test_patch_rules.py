@@ -188,10 +188,31 @@ def test_the_fused_check_refuses_nan_and_noise(monkeypatch):
 
     assert selfcheck.check("fused", SMALL) is None
     right = fused.attend
-    monkeypatch.setattr(fused, "attend", lambda *a, **k: right(*a, **k) * 1.01)
-    assert "relative error 0.01" in selfcheck.check("fused", SMALL)
+    monkeypatch.setattr(fused, "attend", lambda *a, **k: right(*a, **k) * 1.02)
+    assert "relative error 0.02" in selfcheck.check("fused", SMALL)
     monkeypatch.setattr(fused, "attend", lambda *a, **k: right(*a, **k) * torch.nan)
     assert "nan" in selfcheck.check("fused", SMALL)
+
+
+def test_the_fused_check_asks_the_kernels_of_larger_batches_too(monkeypatch):
+    from kvlab.patch.strategies import fused
+
+    right, calls = fused.attend, []
+
+    def wrong_at(batch, factor):
+        def attend(q_nope, *rest, **named):
+            calls.append(q_nope.shape[0])
+            return right(q_nope, *rest, **named) * (factor() if q_nope.shape[0] == batch else 1)
+
+        return attend
+
+    monkeypatch.setattr(fused, "attend", wrong_at(64, lambda: 1.02))
+    assert "batch 64: relative error 0.02" in selfcheck.check("fused", SMALL)
+    # Near enough, but another answer each time.
+    turns = iter((1, 1.003))
+    monkeypatch.setattr(fused, "attend", wrong_at(16, lambda: next(turns)))
+    assert selfcheck.check("fused", SMALL) == "batch 16: two calls gave two answers"
+    assert set(calls) == {2, 16, 64}
 
 
 # Scratch.
