@@ -427,6 +427,8 @@ def _grid(variant: Variant, kernel: nvrtc.Kernel, device: int, shared: int) -> i
 
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
+# Outgrown by a later call, but captured graphs may hold their addresses.
+_outgrown: list[torch.Tensor] = []
 
 
 def _own_workspace(device: torch.device, need: int) -> torch.Tensor:
@@ -437,5 +439,7 @@ def _own_workspace(device: torch.device, need: int) -> torch.Tensor:
         return found
     fresh = torch.zeros(need, dtype=torch.uint8, device=device)
     if not torch.cuda.is_current_stream_capturing():
+        if found is not None:
+            _outgrown.append(found)
         _workspaces[key] = fresh
     return fresh
