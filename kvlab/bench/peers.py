@@ -114,6 +114,11 @@ def fused_triton(p: Problem) -> Call:
 
 
 def fused_cuda(p: Problem) -> Call:
+    from kvlab.kernels.decode import why_not_cuda
+
+    reason = why_not_cuda(p.q_nope, p.q_pe, p.rows[0], p.active)
+    if reason is not None:
+        raise Absent(reason)
     return fused(p, "cuda")
 
 

@@ -121,7 +121,12 @@ def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-@pytest.mark.parametrize("row", list(peers.BUILDERS))
+def test_the_cuda_kernel_s_row_is_absent_where_it_does_not_run(bench):
+    with pytest.raises(peers.Absent, match="rows are on cpu"):
+        peers.BUILDERS["fused_cuda"](bench.problem(LENGTHS, 4))
+
+
+@pytest.mark.parametrize("row", [r for r in peers.BUILDERS if r != "fused_cuda"])
 def test_every_row_attends_over_the_same_rows(libraries, bench, row):
     p = bench.problem(LENGTHS, 4)
     call = peers.BUILDERS[row](p)
