@@ -57,6 +57,34 @@ def fp8_bits(
 
 
 @triton.jit
+def new_row(
+    loc,
+    nope,
+    rope,
+    token,
+    nope_stride,
+    rope_stride,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E5M2: tl.constexpr,
+    OVER: tl.constexpr,
+    INF: tl.constexpr,
+    NAN: tl.constexpr,
+    NEGATIVE_NAN: tl.constexpr,
+):
+    """One new token (int64): its slot, BLOCK columns, which of them a row has, and their FP8 codes."""
+    slot = tl.load(loc + token).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_nope = column < NOPE
+    is_rope = (column >= NOPE) & (column < NOPE + ROPE)
+    a = tl.load(nope + token * nope_stride + column, mask=is_nope, other=0).to(tl.float32)
+    b = tl.load(rope + token * rope_stride + (column - NOPE), mask=is_rope, other=0).to(tl.float32)
+    code = fp8_bits(tl.where(is_nope, a, b), E5M2, OVER, INF, NAN, NEGATIVE_NAN)
+    return slot, column, is_nope | is_rope, code
+
+
+@triton.jit
 def kvlab_kv_write(
     out,
     loc,
@@ -75,14 +103,23 @@ def kvlab_kv_write(
     NEGATIVE_NAN: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(loc + token).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    is_nope = column < NOPE
-    is_rope = (column >= NOPE) & (column < NOPE + ROPE)
-    a = tl.load(nope + token * nope_stride + column, mask=is_nope, other=0).to(tl.float32)
-    b = tl.load(rope + token * rope_stride + (column - NOPE), mask=is_rope, other=0).to(tl.float32)
-    code = fp8_bits(tl.where(is_nope, a, b), E5M2, OVER, INF, NAN, NEGATIVE_NAN)
-    tl.store(out + slot * out_stride + column, code, mask=is_nope | is_rope)
+    slot, column, is_row, code = new_row(
+        loc,
+        nope,
+        rope,
+        token,
+        nope_stride,
+        rope_stride,
+        NOPE,
+        ROPE,
+        BLOCK,
+        E5M2,
+        OVER,
+        INF,
+        NAN,
+        NEGATIVE_NAN,
+    )
+    tl.store(out + slot * out_stride + column, code, mask=is_row)
 
 
 @lru_cache

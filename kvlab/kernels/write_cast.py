@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvlab.kernels.cast import tuning
 from kvlab.kernels.chip import chip
-from kvlab.kernels.kv_write import edge_codes, fp8_bits
+from kvlab.kernels.kv_write import edge_codes, new_row
 from kvlab.kernels.widen import widen
 
 # A larger batch takes two launches, which it does not notice.
@@ -58,17 +58,26 @@ def _write(
     NEGATIVE_NAN: tl.constexpr,
 ):
     """One new token: its codes to the pool, what they mean to the shadow."""
-    slot = tl.load(loc + token).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    is_nope = column < NOPE
-    is_rope = (column >= NOPE) & (column < NOPE + ROPE)
-    a = tl.load(nope + token * nope_stride + column, mask=is_nope, other=0).to(tl.float32)
-    b = tl.load(rope + token * rope_stride + (column - NOPE), mask=is_rope, other=0).to(tl.float32)
-    code = fp8_bits(tl.where(is_nope, a, b), E5M2, OVER, INF, NAN, NEGATIVE_NAN)
-    tl.store(codes + slot * row_stride + column, code, mask=is_nope | is_rope)
+    slot, column, is_row, code = new_row(
+        loc,
+        nope,
+        rope,
+        token,
+        nope_stride,
+        rope_stride,
+        NOPE,
+        ROPE,
+        BLOCK,
+        E5M2,
+        OVER,
+        INF,
+        NAN,
+        NEGATIVE_NAN,
+    )
+    tl.store(codes + slot * row_stride + column, code, mask=is_row)
     # Slot 0 is cast like any other, if it is active: what a padded row holds may not stay in the shadow.
     wide = widen(code, E5M2, BF16, False)
-    tl.store(out + slot * out_stride + column, wide, mask=(is_nope | is_rope) & (slot > 0))
+    tl.store(out + slot * out_stride + column, wide, mask=is_row & (slot > 0))
 
 
 @triton.jit
