@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 export TORCH_INDEX
 PYTEST_ARGS ?=
+# Test files of `make test` that run side by side; 0 runs them in one process.
+WORKERS ?= 2
 PORT ?= 8000
 
 .PHONY: help env book test test-sglang serve lint clean
@@ -26,7 +28,7 @@ book: env ## the chapters, executed on this host, rendered into _build/html
 	$(BIN)/python -m kvlab book build
 
 test: env ## everything that needs neither a GPU nor SGLang
-	$(BIN)/python -m pytest -m 'not gpu and not sglang' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not sglang' $(PYTEST_ARGS)
 
 # The real SGLang on CPU, each release in an environment of its own (tests/sglang/requirements), and the source of
 # all the others. Safe to run with -j.
