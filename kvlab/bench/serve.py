@@ -1,8 +1,9 @@
 """What does the patch do for a server under load? SGLang's own server and load generator, once a strategy.
 
-The servers run one after another on the same GPUs. Each is started as an operator starts it, with nothing but
-KVLAB_PATCH between them, asked by `kvlab patch verify` for the tokens that the others must repeat, and then
-loaded at each concurrency.
+The servers are loaded one after another on the same GPUs. Each is started as an operator starts it, with
+nothing but KVLAB_PATCH between them, asked by `kvlab patch verify` for the tokens that the others must
+repeat, and then loaded at each concurrency. Several may start together: a server without requests leaves the
+GPU alone.
 """
 
 import contextlib
@@ -58,14 +59,20 @@ def measure(
     server_args: Sequence[str] = (),
     python: str = sys.executable,
     port: int | None = None,
+    together: int = 1,
+    apart: float = 20.0,
     out: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
+    then: Callable[["Server"], None] = lambda _: None,
 ) -> ServeRun:
     """Start, verify, load and stop a server for each strategy; writes `out` after each.
 
-    A folder with a config.json and no weights is served with seeded dummy weights. A server that does not
-    come up has its `error`, and the next is started. Raises BadInput for what no server could be started
-    with.
+    A folder with a config.json and no weights is served with seeded dummy weights. `together`: so many
+    servers start side by side, and each is loaded while the others of its group have nothing to do; they
+    share the GPUs' memory, so that no peak is any one's. They start `apart` seconds from each other: what one
+    compiled and tuned is there for the next, as for a server that restarts. `then` is called with each server
+    that was loaded, while it still runs. A server that does not come up has its `error`, and the next is
+    loaded. Raises BadInput for what no server could be started with.
     """
     unknown = [s for s in strategies if s not in STRATEGIES]
     if unknown or not strategies:
@@ -84,15 +91,26 @@ def measure(
     if out is not None:
         write(out, run)
     with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python) as load:
-        for strategy in strategies:
-            say(f"{strategy}: starting a server")
-            work = Path(folder) / strategy
-            work.mkdir()
-            server = Server(model, strategy, list(server_args), python, port or _free_port(), work, is_seeded)
-            first = next((s for s in run.servers if s.tokens), None)
-            run = msgspec.structs.replace(run, servers=[*run.servers, _one(server, asked, load, first, say)])
-            if out is not None:
-                write(out, run)
+        for at in range(0, len(strategies), together):
+            group = [
+                _server(model, strategy, server_args, python, port and port + n, Path(folder), is_seeded)
+                for n, strategy in enumerate(strategies[at : at + together])
+            ]
+            say(f"{', '.join(server.strategy for server in group)}: starting")
+            with contextlib.ExitStack() as live:
+                up = []
+                for n, server in enumerate(group):
+                    time.sleep(apart if n else 0)
+                    up.append(live.enter_context(launched(server)))
+                ready = _all_ready(up, asked.ready_seconds)
+                for server, process, seconds in zip(group, up, ready, strict=True):
+                    first = next((s for s in run.servers if s.tokens), None)
+                    served = _one(server, seconds, asked, load, first, say, then, is_alone=together == 1)
+                    run = msgspec.structs.replace(run, servers=[*run.servers, served])
+                    if out is not None:
+                        write(out, run)
+                    # Its memory is free for the next group, and it is not there for the next load.
+                    end(process)
     return run
 
 
@@ -168,6 +186,10 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def log(self) -> Path:
+        return self.work / "log"
+
     def command(self) -> list[str]:
         given = list(self.arguments)
         if self.is_seeded and "--load-format" not in given:
@@ -191,11 +213,33 @@ class Server:
         }
 
 
+def _server(
+    model: Path,
+    strategy: str,
+    arguments: Sequence[str],
+    python: str,
+    port: int | None,
+    folder: Path,
+    is_seeded: bool,
+) -> Server:
+    work = folder / strategy
+    work.mkdir()
+    return Server(model, strategy, list(arguments), python, port or _free_port(), work, is_seeded)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A server's process, what its log is, and since when it runs."""
+
+    server: Server
+    process: "subprocess.Popen[bytes]"
+    since: float
+
+
 @contextmanager
-def started(server: Server, seconds: float) -> Iterator[tuple[float | None, Path]]:
-    """Seconds until ready (None: it did not come up), and its log. Ends the server and what it started."""
-    log_path = server.work / "log"
-    with log_path.open("wb") as log:
+def launched(server: Server) -> Iterator[Launched]:
+    """The process that becomes a server. Ends it and what it started."""
+    with server.log.open("wb") as log:
         process = subprocess.Popen(
             server.command(),
             env=server.environment(),
@@ -203,42 +247,68 @@ def started(server: Server, seconds: float) -> Iterator[tuple[float | None, Path
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    it = Launched(server, process, time.perf_counter())
     try:
-        yield _ready(process, server.url, seconds), log_path
+        yield it
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        end(it)
+
+
+def end(it: Launched) -> None:
+    """SIGTERM, which SGLang cleans up after, and SIGKILL for what is left; safe to repeat."""
+    if it.process.poll() is None:
+        it.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            it.process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(it.process.pid, signal.SIGKILL)
+    it.process.wait()
 
 
-def _ready(process: "subprocess.Popen[bytes]", url: str, seconds: float) -> float | None:
-    start = time.perf_counter()
-    while process.poll() is None and time.perf_counter() - start < seconds:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health_generate", timeout=30) as a:
-            if a.status == 200:
-                return time.perf_counter() - start
+def _all_ready(up: Sequence[Launched], seconds: float) -> list[float | None]:
+    """For each, the seconds that it took to answer; None where it did not come up."""
+    ready: dict[int, float] = {}
+    while waiting := [n for n in range(len(up)) if n not in ready and _may_come_up(up[n], seconds)]:
+        for n in waiting:
+            if _answers(up[n].server.url):
+                ready[n] = time.perf_counter() - up[n].since
         time.sleep(0.25)
-    return None
+    return [ready.get(n) for n in range(len(up))]
+
+
+def _may_come_up(it: Launched, seconds: float) -> bool:
+    return it.process.poll() is None and time.perf_counter() - it.since < seconds
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health_generate", timeout=30) as a:
+        return a.status == 200
+    return False
 
 
 def _one(
-    server: Server, asked: Asked, load: "Loader", first: Served | None, say: Callable[[str], None]
+    server: Server,
+    ready: float | None,
+    asked: Asked,
+    load: "Loader",
+    first: Served | None,
+    say: Callable[[str], None],
+    then: Callable[[Server], None],
+    *,
+    is_alone: bool,
 ) -> Served:
     served = Served(strategy=server.strategy)
     change = msgspec.structs.replace
-    with started(server, asked.ready_seconds) as (ready, log), gpu_peak() as peak:
+    with gpu_peak() as peak:
         if ready is None:
-            served = change(served, error=f"did not come up: {_last_error(log)}")
+            served = change(served, error=f"did not come up: {_last_error(server.log)}")
         else:
             say(f"{server.strategy}: ready after {ready:.0f} s")
             served = change(served, ready_s=ready)
             served = _loaded(served, server.url, str(server.model), asked, load, first, server.work, say)
-        served = change(served, gpu_peak_bytes=peak())
-    lines = log.read_text(errors="replace").splitlines()
+            then(server)
+        served = change(served, gpu_peak_bytes=peak() if is_alone else None)
+    lines = server.log.read_text(errors="replace").splitlines()
     served = change(served, log_lines=[line for line in lines if "kvlab: " in line])
     if served.error:
         say(f"{server.strategy}: {served.error}")

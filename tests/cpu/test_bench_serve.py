@@ -79,12 +79,42 @@ def test_other_tokens_and_servers_that_die_are_said(model):
     assert "requests completed at concurrency" in done.stderr
 
 
+def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FAKES)
+    monkeypatch.setenv("PYTHONPATH", str(FAKES))
+    monkeypatch.setenv("FAKE_SGLANG", "dies")
+    seen = []
+
+    def up(server):
+        seen.append([server.strategy, *(s.strategy for s in started if serve._answers(s.url))])
+
+    started = []
+    real = serve.launched
+    monkeypatch.setattr(serve, "launched", lambda server: (started.append(server), real(server))[1])
+    run = serve.measure(
+        model,
+        ["off", "control_bf16", "exact"],
+        serve.Asked([2], 8, 4, 2),
+        together=2,
+        apart=0.1,
+        then=up,
+    )
+    assert [s.strategy for s in run.servers] == ["off", "control_bf16", "exact"]
+    # The second of a group runs while the first is loaded; the first has ended when the second is.
+    assert seen == [["off", "off", "control_bf16"], ["control_bf16", "control_bf16"]]
+    assert [s.gpu_peak_bytes for s in run.servers] == [None, None, None]
+    assert [bool(s.loads) for s in run.servers] == [True, True, False]
+    assert run.servers[2].error == "did not come up: RuntimeError: no memory for the pool"
+    assert not any(serve._answers(s.url) for s in started)
+
+
 def test_no_server_is_left_behind(model, tmp_path):
     server = serve.Server(model, "off", [], sys.executable, serve._free_port(), tmp_path, True)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(FAKES)
     try:
-        with serve.started(server, 30) as (ready, _):
+        with serve.launched(server) as it:
+            (ready,) = serve._all_ready([it], 30)
             assert ready is not None
             assert serve._info(server.url)["model_path"] == str(model)
     finally:
@@ -100,7 +130,9 @@ def test_a_running_server_is_loaded_by_its_address(model):
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as server:
         try:
             url = f"http://127.0.0.1:{port}"
-            assert serve._ready(server, url, 30) is not None
+            until = time.perf_counter() + 30
+            while not serve._answers(url) and time.perf_counter() < until:
+                time.sleep(0.1)
             done = run("--url", url, "--json", *SHORT)
             assert done.returncode == 0, done.stderr
             (only,) = json.loads(done.stdout)["servers"]

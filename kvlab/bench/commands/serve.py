@@ -33,6 +33,10 @@ def serve(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens out, each request.")] = 64,
     requests: Annotated[int | None, typer.Option(min=1, help="A load; twice its concurrency.")] = None,
     port: Annotated[int | None, typer.Option(help="The servers' port; a free one.")] = None,
+    together: Annotated[
+        int,
+        typer.Option(min=1, help="Servers that start side by side on the same GPUs; loaded one by one."),
+    ] = 1,
     ready_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
     join: Annotated[
         list[Path] | None,
@@ -72,7 +76,14 @@ def serve(
             assert model_path is not None
             names = [s.strip() for s in strategies.split(",") if s.strip()]
             run = bench.measure(
-                model_path, names, asked, server_args=server_args or [], port=port, out=out, say=say
+                model_path,
+                names,
+                asked,
+                server_args=server_args or [],
+                port=port,
+                together=together,
+                out=out,
+                say=say,
             )
     if json:
         typer.echo(msgspec.json.encode(run).decode())
