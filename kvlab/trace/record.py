@@ -144,7 +144,7 @@ def around_one_batch(
 
     One trace a batch size and prompt length that `arguments` name. The benchmark loads no plugins: `patch` is
     applied in its process first, and what it says of itself afterwards is kept. `seed` draws the weights of
-    `--load-format dummy` (one rank only; None: SGLang's own). Without `stack` Python frames are left out.
+    `--load-format dummy` (one rank only; None: SGLang's own). Without `stack` Python frames are not recorded.
     `nearest_share` keeps only the trace in which the KV cast's share of GPU busy time comes nearest to it,
     with the shares of all. Raises BadInput where the benchmark fails or writes no trace; then nothing is left
     in `out`.
@@ -156,7 +156,7 @@ def around_one_batch(
         flags += ["--profile-record-shapes"] if shapes else []
         flags += ["--result-filename", str(results)]
         start = [sys.executable, "-m", "kvlab.trace.onebatch", module, str(said)]
-        start += ["-" if seed is None else str(seed), *arguments, *flags]
+        start += ["-" if seed is None else str(seed), "stack" if stack else "no-stack", *arguments, *flags]
         env = {**os.environ, "SGLANG_TORCH_PROFILER_DIR": written, "KVLAB_PATCH": patch}
         try:
             done = subprocess.run(start, env=env, timeout=timeout, stdout=sys.stderr)
@@ -336,17 +336,19 @@ def _readme(r: Recording) -> str:
 
 _PACKAGES = re.compile(rb'"(?:/[^"/\n]+)+/(?:site|dist)-packages/')
 _ABSOLUTE = re.compile(rb'"(?:/[^"/\n]+)+/([^"/\n]+\.py\()')
+# The profiler names the file that it wrote, which was a temporary one.
+_TRACE_NAME = re.compile(rb'("traceName": ?")/(?:[^"/\n]+/)*')
 
 
 def shorten_paths(source: Path, target: Path, *, stack: bool = True) -> None:
-    """Copy a trace, gzipped, with the absolute paths of Python files cut to the package or the file.
+    """Copy a trace, gzipped, with absolute paths cut to the package or the file.
 
     Without `stack` the events of Python frames, most of an eager trace, are left out.
     """
     with source.open("rb") as file, target.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, 0) as new:
         lines = gzip.GzipFile(fileobj=file) if source.suffix == ".gz" else file
         for line in lines if stack else _without_frames(lines):
-            new.write(_ABSOLUTE.sub(rb'"\1', _PACKAGES.sub(b'"', line)))
+            new.write(_TRACE_NAME.sub(rb"\1", _ABSOLUTE.sub(rb'"\1', _PACKAGES.sub(b'"', line))))
 
 
 def _without_frames(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ import pytest
 from kvlab.cli import main
 from kvlab.data import recorded
 from kvlab.trace import read, report
+from kvlab.trace.record import shorten_paths
 
 REAL = recorded("h200-stock") / "decode.trace.json.gz"
 
@@ -215,28 +216,31 @@ def test_no_server_or_a_folder_that_exists(kvlab, tmp_path, server):
 
 BENCH = """
 import argparse, gzip, json, os, re, sys
-parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
-parser.add_argument("--result-filename")
-parser.add_argument("--profile", action="store_true")
-parser.add_argument("--profile-stage")
-parser.add_argument("--fail", action="store_true")
-parser.add_argument("--no-trace", action="store_true")
-asked, _ = parser.parse_known_args()
-assert asked.profile and asked.profile_stage == "decode", sys.argv
-if asked.fail:
-    sys.exit(3)
-from sglang.srt.model_loader import loader
-print("weights by", loader.initialize_dummy_weights.__module__)
-for batch in asked.batch_size if not asked.no_trace else []:
-    name = f"profile_batch{{batch}}_input100_output8_decode.trace.json.gz"
-    with open(asked.result_filename, "a") as f:
-        f.write(json.dumps({{"batch_size": batch, "median_decode_latency": 0.07765}}) + "\\n")
-    # The casts of a larger batch weigh less; here they are shorter instead.
-    text = gzip.open({real!r}).read()
-    text = re.sub(rb'"dur": (8\\d\\d[.]\\d+)', lambda m: b'"dur": %.3f' % (float(m[1]) / batch), text)
-    with gzip.open(os.path.join(os.environ["SGLANG_TORCH_PROFILER_DIR"], name), "wb", 1) as f:
-        f.write(text)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
+    parser.add_argument("--result-filename")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile-stage")
+    parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--no-trace", action="store_true")
+    asked, _ = parser.parse_known_args()
+    assert asked.profile and asked.profile_stage == "decode", sys.argv
+    if asked.fail:
+        sys.exit(3)
+    from sglang.srt.model_loader import loader
+    print("weights by", loader.initialize_dummy_weights.__module__)
+    import torch.profiler
+    print("frames", torch.profiler.profile(with_stack=True).with_stack)
+    for batch in asked.batch_size if not asked.no_trace else []:
+        name = f"profile_batch{{batch}}_input100_output8_decode.trace.json.gz"
+        with open(asked.result_filename, "a") as f:
+            f.write(json.dumps({{"batch_size": batch, "median_decode_latency": 0.07765}}) + "\\n")
+        # The casts of a larger batch weigh less; here they are shorter instead.
+        text = gzip.open({real!r}).read()
+        text = re.sub(rb'"dur": (8\\d\\d[.]\\d+)', lambda m: b'"dur": %.3f' % (float(m[1]) / batch), text)
+        with gzip.open(os.path.join(os.environ["SGLANG_TORCH_PROFILER_DIR"], name), "wb", 1) as f:
+            f.write(text)
 """
 
 
@@ -277,6 +281,7 @@ def test_around_the_one_batch_benchmark(one_batch):
     assert kept["provenance"]["kvlab_patch"] == "off"
     assert kept["request"]["arguments"][:2] == ["--model-path", "dummy"]
     assert report(read(where / "run" / "decode.trace.json.gz")).steps == 1
+    assert "frames True" in done.stderr
 
 
 def test_several_batches_are_recorded_by_one_process(one_batch):
@@ -286,6 +291,7 @@ def test_several_batches_are_recorded_by_one_process(one_batch):
     names = ["decode-b1-c100.trace.json.gz", "decode-b16-c100.trace.json.gz"]
     assert done.stdout.split() == [str(where / "run" / n) for n in names]
     assert "weights by kvlab.dummy" in done.stderr
+    assert "frames False" in done.stderr
     kept = json.loads((where / "run" / "provenance.json").read_text())
     assert (kept["provenance"]["kvlab_patch"], kept["patch"]["strategy"]) == ("exact", "exact")
     assert [r["batch_size"] for r in kept["results"]] == [1, 16]
@@ -295,6 +301,24 @@ def test_several_batches_are_recorded_by_one_process(one_batch):
     kept = json.loads(gzip.decompress((where / "run" / names[0]).read_bytes()))["traceEvents"]
     assert kept == [e for e in stock if e.get("cat") != "python_function"]
     assert 0 < len(kept) < len(stock)
+
+
+def test_two_recordings_may_take_turns(one_batch, tmp_path):
+    run, where = one_batch
+    turn = tmp_path / "turn"
+    threading.Timer(3, turn.touch).start()
+    started = time.monotonic()
+    done = run("--one-batch", "--batch-size 1", KVLAB_BENCH_TURN=str(turn))
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started >= 3
+    assert report(read(where / "run" / "decode.trace.json.gz")).steps == 1
+
+
+def test_a_trace_does_not_tell_where_it_was_written(tmp_path):
+    source, kept = tmp_path / "a.json", tmp_path / "b.json.gz"
+    source.write_text('{"traceEvents": [\n],\n"traceName": "/tmp/x y/tmpab1.json"\n}')
+    shorten_paths(source, kept)
+    assert json.loads(gzip.decompress(kept.read_bytes())) == {"traceEvents": [], "traceName": "tmpab1.json"}
 
 
 def test_the_batch_whose_share_is_nearest_is_kept(one_batch):
