@@ -1,6 +1,7 @@
 """One process of `kvlab bench step`: load the rank under one strategy, time its points, write as it goes."""
 
 import functools
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvlab import provenance
-from kvlab.bench import step_results
+from kvlab.bench import step_results, tuned
 from kvlab.bench.step import WARM_UP, Child
 from kvlab.bench.step_results import Process, Step, StepRun
 from kvlab.provenance import Provenance
@@ -130,7 +131,17 @@ def process(rank: Any, strategy: str, command: list[str] | None = None) -> Proce
         patch=patch.status(),
         seconds=rank.seconds,
         server=_server(rank),
+        tuned=tuned.picks(),
+        device=_device(),
     )
+
+
+@functools.cache
+def _device() -> str:
+    import torch
+
+    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
+    return hashlib.sha256(uuid.encode()).hexdigest()[:12] if uuid else ""
 
 
 def _server(rank: Any) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     `memory` by stage (weights, captured, decoded, extended, …): bytes as torch's allocator counts them
     (`allocated`, `peak_allocated`, `reserved`, `peak_reserved`) and as the device does (`device_used`).
-    `patch` is `kvlab.patch.status()` after serving: sites, strategies that served, counters.
+    `patch` is `kvlab.patch.status()` after serving: sites, strategies that served, counters. `tuned`:
+    what Inductor picked for its kernels here (kvlab.bench.tuned); `device`: a digest of the GPU's UUID.
     """
 
     provenance: Provenance
@@ -36,6 +37,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     patch: dict[str, Any]
     seconds: dict[str, float] = {}
     server: dict[str, Any] = {}
+    tuned: dict[str, str] = {}
+    device: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

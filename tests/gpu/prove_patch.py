@@ -2,14 +2,16 @@
 
     python tests/gpu/prove_patch.py run OUT.json --strategy stock [--backend fa3] [--page-size 64] …
     python tests/gpu/prove_patch.py errors OUT.json
-    python tests/gpu/prove_patch.py compare STOCK.json PATCHED.json …
+    python tests/gpu/prove_patch.py compare [--across] STOCK.json PATCHED.json …
     python tests/gpu/prove_patch.py collect FOLDER OUT_FOLDER
     python tests/gpu/prove_patch.py engine FOLDER [--tp 1]
 
 Strategies are those of `kvlab bench step`; `stock` patches nothing. Runner, graphs, pool and batches are
 SGLang's own, weights are seeded so that attention matters, and `run` shows the controls: a rerun repeats
 itself, a zeroed active row changes what follows. Batches are of fixed composition: servers batch by timing,
-and another batch is another rounding. What `run` writes is a run of `kvlab bench step` too, with more in it.
+and another batch is another rounding. So is another block of stock's expert sum, which Inductor picks by
+timing (kvlab.bench.tuned): `compare` takes runs of equal picks; `--block` shows what a pick changes. What
+`run` writes is a run of `kvlab bench step` too, with more in it.
 """
 
 import argparse
@@ -48,8 +50,11 @@ def main() -> int:
     run.add_argument("--steps", type=int, default=32)
     run.add_argument("--no-graphs", action="store_true")
     run.add_argument("--no-identity", action="store_true")
+    run.add_argument("--together", action="store_true", help="of the identity runs only the 16 prompts, once")
+    run.add_argument("--block", type=int, help="the XBLOCK that wins wherever Inductor has such a candidate")
     run.add_argument("--trace", help="BATCHxCONTEXT: a trace of two decode steps", nargs="*", default=[])
     compare = commands.add_parser("compare")
+    compare.add_argument("--across", action="store_true", help="also runs whose Inductor picks differ")
     compare.add_argument("stock", type=Path)
     compare.add_argument("patched", type=Path, nargs="+")
     collect = commands.add_parser("collect")
@@ -96,6 +101,16 @@ def loaded(asked: argparse.Namespace, *, graphs: bool, batches: tuple[int, ...])
 
 
 def run_one(asked: argparse.Namespace) -> int:
+    """As `_run`, with Inductor's picks forced if `--block` says so."""
+    if asked.block is None:
+        return _run(asked)
+    from kvlab.bench import tuned
+
+    with tuned.forced(asked.block):
+        return _run(asked)
+
+
+def _run(asked: argparse.Namespace) -> int:
     """Load, capture, show the controls, and measure under one strategy; `OUT.json` grows as it goes."""
     from kvlab.bench.step import Child
     from kvlab.bench.step_child import point
@@ -121,6 +136,8 @@ def run_one(asked: argparse.Namespace) -> int:
         # Nothing here extends behind a cached prefix: the memory after it is decode's alone.
         found.identity["together"] = greedy(rank, prompts(PROMPTS), asked.new_tokens)
         say("16 prompts together")
+        found.write()
+    if not asked.no_identity and not asked.together:
         for number in ALONE:
             prompt = [prompts(PROMPTS)[number]]
             found.identity[f"alone, {len(prompt[0])}"] = greedy(rank, prompt, min(asked.new_tokens, 32))
@@ -252,7 +269,7 @@ def shared(rank: Any, new_tokens: int) -> dict[str, Any]:
 
 def controls(rank: Any, together: dict[str, Any]) -> dict[str, Any]:
     """Does a rerun repeat itself, and does one active row matter?"""
-    count = min(len(together["logits"]), 24)
+    count = len(together["logits"])
     again = greedy(rank, prompts(PROMPTS), count)
     ids = prompts([64])
     whole = greedy(rank, ids, 16)
@@ -268,9 +285,9 @@ def controls(rank: Any, together: dict[str, Any]) -> dict[str, Any]:
         digest.add(batch.token, batch.logits)
     without = digest.read()
     return {
-        "rerun_is_identical": again["logits"] == together["logits"][:count]
-        and again["tokens"] == [t[:count] for t in together["tokens"]],
+        "rerun_is_identical": (again["logits"], again["tokens"]) == (together["logits"], together["tokens"]),
         "rerun_steps": count,
+        "rerun_differs_from": _first(together["logits"], again["logits"]),
         "a_zeroed_row_changes_logits": without["logits"][1:] != whole["logits"][1:],
         "a_zeroed_row_changes_tokens": without["tokens"] != whole["tokens"],
     }
@@ -364,12 +381,38 @@ def _error(out: Any, want: Any) -> dict[str, float]:
     return {"all": (off.norm() / size.norm()).item(), "worst": (off / size).max().item()}
 
 
+def _first(one: list[Any], other: list[Any]) -> int | None:
+    """The first place where two lists of one length differ."""
+    return next((i for i, (s, t) in enumerate(zip(one, other, strict=True)) if s != t), None)
+
+
 def compare_all(asked: argparse.Namespace) -> int:
-    """Tokens and logits of runs against stock's; exit code 1 where they differ."""
-    stock = json.loads(asked.stock.read_text(encoding="utf-8"))
-    verdicts = [verdict(stock, json.loads(p.read_text(encoding="utf-8"))) for p in asked.patched]
+    """Tokens and logits of runs against stock's; exit code 1 where they differ, 2 where they can't be held
+    against each other.
+    """
+    stock, *patched = (json.loads(p.read_text(encoding="utf-8")) for p in (asked.stock, *asked.patched))
+    for path, run in zip(asked.patched, patched, strict=True):
+        why = incomparable(stock, run)
+        if why and not asked.across:
+            print(f"{path.name}: {why}; --across compares all the same", file=sys.stderr)
+            return 2
+    verdicts = [verdict(stock, run) for run in patched]
     print(json.dumps(verdicts, indent=1))
     return 0 if all(v["identical"] for v in verdicts) else 1
+
+
+def incomparable(stock: dict[str, Any], patched: dict[str, Any]) -> str:
+    """Why another rounding of stock's own may part these runs, or nothing. Of kernels that both ran."""
+    a, b = (run["processes"][0] for run in (stock, patched))
+    if not all(p.get("device") and p.get("tuned") for p in (a, b)):
+        return "a run does not say which GPU it was on and what Inductor picked"
+    other = [k for k in a["tuned"].keys() & b["tuned"].keys() if a["tuned"][k] != b["tuned"][k]]
+    if other:
+        return f"Inductor picked other blocks for {', '.join(sorted(other))}"
+    only = a["tuned"].keys() ^ b["tuned"].keys()
+    if only and a["device"] != b["device"]:
+        return f"two GPUs, and only one run has {', '.join(sorted(only))}"
+    return ""
 
 
 def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
@@ -381,18 +424,20 @@ def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
             differ.append(f"{name}: not run")
             continue
         for row, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
-            first = next((i for i, (s, t) in enumerate(zip(x, y, strict=True)) if s != t), None)
-            if first is not None:
+            if (first := _first(x, y)) is not None:
                 differ.append(f"{name}: tokens of request {row} differ from step {first} on")
-        first = next(
-            (i for i, (s, t) in enumerate(zip(a["logits"], b["logits"], strict=True)) if s != t), None
-        )
-        if first is not None:
+        if (first := _first(a["logits"], b["logits"])) is not None:
             differ.append(f"{name}: logits differ from step {first} on")
     return {
         "case": patched["case"],
         "identical": not differ and bool(stock["identity"]),
         "differ": differ[:20],
+        "first_tokens_equal": sum(
+            x[1:2] == y[1:2]
+            for n, a in stock["identity"].items()
+            for x, y in zip(a["tokens"], patched["identity"].get(n, a)["tokens"], strict=True)
+        ),
+        "across": incomparable(stock, patched),
         "requests": sum(len(s["tokens"]) for s in stock["identity"].values()),
         "tokens": sum(len(t) for s in stock["identity"].values() for t in s["tokens"]),
         "steps": sum(len(s["logits"]) for s in stock["identity"].values()),
@@ -431,7 +476,7 @@ def collect_all(asked: argparse.Namespace) -> int:
         {
             "case": r["case"],
             "provenance": r["provenance"],
-            "patch": r["processes"][0]["patch"],
+            **{k: r["processes"][0].get(k) for k in ("patch", "tuned", "device")},
             "controls": r["controls"],
             "sections": {
                 name: {k: s[k] for k in ("prompts", "finite", "distinct_tokens")}
