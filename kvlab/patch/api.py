@@ -35,31 +35,42 @@ class _Patch:
 
 _lock = threading.RLock()
 _patch: _Patch | None = None
+# Of strategies that others replaced: graphs captured meanwhile still read and write what these hold.
+_captured: list[Runtime] = []
+# What `apply("off")` put in place: spawned schedulers are told.
+_said_off: hooks.Replacements | None = None
 
 
 def apply(strategy: str | None = None) -> dict[str, Any]:
     """Patch SGLang in this process, and in every scheduler that it spawns from now on. Idempotent.
 
     `strategy`: `exact` (bit-identical only; the default), `fast`, one strategy by name, or `off`; None takes
-    $KVLAB_PATCH. Backends that SGLang has not imported yet are patched when it does. Returns `status()`.
+    $KVLAB_PATCH. An argument also outweighs what the variable tells the plugin, here and in the schedulers.
+    Backends that SGLang has not imported yet are patched when it does. Returns `status()`.
 
     Raises BadInput for a strategy that does not exist. Unrecognised code is left alone, with a reason in the
     status; with KVLAB_PATCH_STRICT=1 that raises SystemExit, the one exception that SGLang does not swallow.
     """
-    global _patch
+    global _patch, _said_off
     asked = policy.parse(strategy if strategy is not None else os.environ.get("KVLAB_PATCH"))
+    is_strict = policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT"))
     if asked == "off":
-        remove()
-        return status()
+        with _lock:
+            remove()
+            if strategy is not None:
+                _said_off = hooks.Replacements()
+                spawn.install(asked, _said_off)
+            return status()
     with _lock:
+        _forget_off()
         if _patch is not None and _patch.is_applied:
             if _patch.runtime.asked == asked:
                 return status()
             remove()
         found = sites.installed()
-        is_strict = os.environ.get("KVLAB_PATCH_STRICT", "0").strip().lower() in ("1", "true", "yes", "on")
         _refuse_unserved(found, is_strict)
-        runtime = Runtime(asked, is_strict=is_strict, version=found.version)
+        before = _patch.runtime if _patch is not None else None
+        runtime = Runtime(asked, is_strict=is_strict, version=found.version, before=before)
         patch = _Patch(runtime, found, hooks.Replacements())
         runtime.on_change = RunFile(lambda: _status(patch), runtime).changed
         try:
@@ -69,6 +80,8 @@ def apply(strategy: str | None = None) -> dict[str, Any]:
             # Half a patch is none.
             patch.done.undo()
             raise
+        if before is not None and before.has_captured:
+            _captured.append(before)
         _patch = patch
         return status()
 
@@ -76,9 +89,11 @@ def apply(strategy: str | None = None) -> dict[str, Any]:
 def remove() -> dict[str, Any]:
     """Put back the very functions that were there before. Idempotent.
 
-    Graphs captured meanwhile go on using the scratch, so it stays; `status()` says so.
+    Graphs captured meanwhile go on using the scratch, so it stays; `status()` says so. An Engine that is
+    built later loads the plugin and is patched: `apply("off")` prevents that.
     """
     with _lock:
+        _forget_off()
         if _patch is not None and _patch.is_applied:
             _patch.runtime.is_active = False
             _patch.done.undo()
@@ -94,15 +109,28 @@ def remove() -> dict[str, Any]:
 @contextmanager
 def applied(strategy: str | None = None) -> Iterator[dict[str, Any]]:
     """Patched inside; what was before outside, also after an exception."""
+    was_decided = is_decided()
     before = _patch.runtime.asked if _patch is not None and _patch.is_applied else "off"
     # Put back the very same runtime, counters and scratch where the strategy does not change.
     try:
         yield apply(strategy)
     finally:
-        if before == "off":
-            remove()
-        else:
+        if was_decided:
             apply(before)
+        else:
+            remove()
+
+
+def is_decided() -> bool:
+    """Has somebody applied a strategy in this process, or `off`? Then the plugin leaves it at that."""
+    return _said_off is not None or (_patch is not None and _patch.is_applied)
+
+
+def _forget_off() -> None:
+    global _said_off
+    if _said_off is not None:
+        _said_off.undo()
+        _said_off = None
 
 
 def status() -> dict[str, Any]:
@@ -123,7 +151,6 @@ def _status(patch: _Patch | None) -> dict[str, Any]:
             "note": "",
         }
     runtime = patch.runtime
-    captured = not patch.is_applied and runtime.has_captured
     return {
         "sglang": patch.installed.version,
         "sites": [_entry(s, patch) for s in patch.installed.sites],
@@ -133,8 +160,17 @@ def _status(patch: _Patch | None) -> dict[str, Any]:
             site: {"strategy": c.strategy, "reason": c.reason} for site, c in sorted(runtime.chosen.items())
         },
         "scratch_bytes": runtime.scratch.nbytes(),
-        "note": "captured graphs stay patched" if captured else "",
+        "note": _note(patch),
     }
+
+
+def _note(patch: _Patch) -> str:
+    """What else serves in this process: graphs stay as they were captured."""
+    if not patch.is_applied and patch.runtime.has_captured:
+        return "captured graphs stay patched"
+    if patch.is_applied and _captured:
+        return f"graphs captured before stay with {', '.join(dict.fromkeys(r.asked for r in _captured))}"
+    return ""
 
 
 def _entry(site: Site, patch: _Patch | None) -> dict[str, Any]:
@@ -169,7 +205,9 @@ def _refuse_unserved(found: sites.Installed, is_strict: bool) -> None:
 
 
 def _after_fork() -> None:
-    """A forked child keeps the patch and counts for itself."""
+    """A forked child keeps the patch and counts for itself. Nobody is left in it who could free the lock."""
+    global _lock
+    _lock = threading.RLock()
     if _patch is not None:
         _patch.runtime.counters.clear()
 

@@ -75,7 +75,13 @@ def install(
     if pending:
         finder = AfterImport(pending)
         sys.meta_path.insert(0, finder)
-        done.on_undo(functools.partial(sys.meta_path.remove, finder))
+        done.on_undo(functools.partial(_take_out, finder))
+
+
+def _take_out(finder: importlib.abc.MetaPathFinder) -> None:
+    # Somebody may have put another list there meanwhile.
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -263,7 +269,14 @@ def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> No
     """DFLASH verify's plan leaves no lengths on the device; `native` needs another KV dtype."""
     fast_plan = vars(module).get("fast_mla_decode_plan")
     if callable(fast_plan):
-        mine.set(module, "fast_mla_decode_plan", _refreshing(_in_turn(runtime, fast_plan)))
+
+        def keep() -> None:
+            # Graphs of a verify step that were captured meanwhile go on reading what only we refresh.
+            if runtime.has_captured and runtime.is_refreshing:
+                module.fast_mla_decode_plan = _refreshing(runtime, fast_plan)
+
+        mine.on_undo(keep)
+        mine.set(module, "fast_mla_decode_plan", _refreshing(runtime, _in_turn(runtime, fast_plan)))
     updater = getattr(module, "FlashInferMLAIndicesUpdaterDecode", None)
     begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
     if callable(begin):
@@ -296,7 +309,7 @@ def _in_turn(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..., 
     return plan
 
 
-def _refreshing(fast_plan: Callable[..., None]) -> Callable[..., None]:
+def _refreshing(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(fast_plan)
     def plan(wrapper: Any, qo_indptr_cpu: Any, kv_indptr_cpu: Any, *args: Any, **kwargs: Any) -> None:
         fast_plan(wrapper, qo_indptr_cpu, kv_indptr_cpu, *args, **kwargs)
@@ -304,6 +317,7 @@ def _refreshing(fast_plan: Callable[..., None]) -> Callable[..., None]:
         # tensor. Beside the copy of kv_indices, on the same stream.
         is_causal = kwargs.get("causal", args[6] if len(args) > 6 else False)
         if is_causal:
+            runtime.is_refreshing = True
             wrapper._kv_indptr_buf.copy_(kv_indptr_cpu, non_blocking=True)
             wrapper._qo_indptr_buf.copy_(qo_indptr_cpu, non_blocking=True)
 

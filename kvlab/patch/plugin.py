@@ -5,18 +5,27 @@ KVLAB_PATCH_STRICT=1 refuses to serve unpatched. SGLANG_PLUGINS, which SGLang re
 """
 
 import logging
+import os
 
 from kvlab.errors import BadInput
-from kvlab.patch import api
+from kvlab.patch import api, policy
+from kvlab.patch.attempt import one_line
 
 
 def register() -> None:
-    """Apply the patch. SGLang logs other exceptions and goes on unpatched; SystemExit stops it."""
+    """Apply the patch. SGLang logs other exceptions and goes on unpatched; SystemExit stops it.
+
+    Where this process or the one that spawned it has called `kvlab.patch.apply`, that stands.
+    """
     try:
-        done = api.apply()
+        done = api.status() if api.is_decided() else api.apply()
     except BadInput as e:
         # A mistyped strategy would otherwise serve unpatched with one line among many.
         raise SystemExit(f"kvlab: {e}") from None
+    except Exception as e:
+        if policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT")):
+            raise SystemExit(f"kvlab: KVLAB_PATCH_STRICT: the patch failed to go in: {one_line(e)}") from e
+        raise
     left = [s for s in done["sites"] if s["state"] == "left alone"]
     for site in left if done["strategy"] != "off" else []:
         logging.getLogger("kvlab.patch").warning(

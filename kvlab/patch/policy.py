@@ -20,6 +20,7 @@ from kvlab.errors import BadInput
 POLICIES = ("exact", "fast")
 STRATEGIES = ("shadow", "gather", "replan", "fused", "native", "stock")
 CHOICES = (*POLICIES, *STRATEGIES, "off")
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 # Stock casts 495,552 slots in 827.8 us and one launch of the active-rows cast takes 5.4 us in the decode loop
 # (data/recorded/h200-stock and its README): below this many slots stock's cast is the cheaper of the two.
@@ -65,6 +66,14 @@ def parse(name: str | None) -> str:
     if chosen not in CHOICES:
         raise BadInput(f"KVLAB_PATCH: {name!r} is not a strategy; use one of {', '.join(CHOICES)}")
     return chosen
+
+
+def is_set(name: str, value: str | None) -> bool:
+    """Is a variable that is yes or no set to yes? Raises BadInput for what is neither."""
+    said = (value or "").strip().lower()
+    if said not in (*_YES, *_NO):
+        raise BadInput(f"{name}: {value!r} is neither yes nor no; use 1 or 0")
+    return said in _YES
 
 
 def choose(asked: str, facts: Facts, refusal: Callable[[str, Facts], str | None]) -> Choice:

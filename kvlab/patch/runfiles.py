@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvlab.patch.attempt import one_line
 from kvlab.patch.runtime import Runtime
 
 _SECONDS = 2.0
@@ -29,7 +30,9 @@ def run_dir() -> Path:
 
 
 class RunFile:
-    """The file of this process. A directory that cannot be written is not worth a request: it is given up."""
+    """The file of this process. A directory that cannot be written is not worth a request: it is given up, in
+    one line.
+    """
 
     def __init__(self, status: Callable[[], dict[str, Any]], runtime: Runtime) -> None:
         self._status, self._runtime = status, runtime
@@ -45,8 +48,9 @@ class RunFile:
         self._next = now + _SECONDS
         try:
             self._write()
-        except OSError:
+        except OSError as e:
             self._is_given_up = True
+            self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(e)}")
 
     def _write(self) -> None:
         folder = run_dir()
@@ -78,14 +82,14 @@ def running(port: int | None = None) -> list[dict[str, Any]]:
     for path in sorted(run_dir().glob("*.json")):
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
-            pid, started = said["pid"], said["started"]
-        except (OSError, ValueError, KeyError, TypeError):
+            pid, started, port_of = said["pid"], said["started"], said["server"].get("port")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         if not started or _started(pid) != started:
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        if port is None or said.get("server", {}).get("port") == port:
+        if port is None or port_of == port:
             found.append(said)
     return sorted(
         found, key=lambda s: tuple(s["server"].get(n) or 0 for n in ("dp_rank", "pp_rank", "tp_rank"))

@@ -3,7 +3,9 @@
 Decisions are made once a backend and call kind, before capture, and logged in one line.
 """
 
+import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,14 +48,18 @@ class BackendState:
 class Runtime:
     """The patch's state in this process."""
 
-    def __init__(self, asked: str, *, is_strict: bool, version: str | None) -> None:
+    def __init__(
+        self, asked: str, *, is_strict: bool, version: str | None, before: "Runtime | None" = None
+    ) -> None:
+        """`before`: whose place this one takes in a process that may serve already."""
         self.asked, self.is_strict, self.version = asked, is_strict, version
         self.is_active = True
         self.counters = Counters()
         self.scratch = Scratch()
         self.strategies: dict[str, Strategy] = all_strategies()
         self.has_captured = False
-        self.server: dict[str, Any] = {}
+        self.is_refreshing = False
+        self.server: dict[str, Any] = before.server if before is not None else {}
         self.on_change: Callable[[bool], None] = lambda force: None
         self._states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
         self._checked: dict[tuple[Any, ...], str | None] = {}
@@ -61,6 +67,9 @@ class Runtime:
         self._broken: dict[str, str] = {}
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
+        for backend, state in before._states.items() if before is not None else ():
+            # A backend is built once: what was seen then is still so.
+            self._states[backend] = BackendState(state.family, state.server_args, state.graphs)
 
     def built(self, family: str, backend: Any, model_runner: Any) -> None:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
@@ -193,6 +202,8 @@ class Runtime:
             if is_capturing(facts.device):
                 return "not checked before capture"
             self._checked[key] = self._self_check(strategy, facts)
+            if self._checked[key] is None and (note := self.strategies[strategy].note(facts)) is not None:
+                self.say(f"{strategy} on {facts.device}: {note}")
         return self._checked[key]
 
     def _self_check(self, strategy: str, facts: Facts) -> str | None:
@@ -321,7 +332,8 @@ class Runtime:
     def _state(self, family: str, backend: Any) -> BackendState:
         found = self._states.get(backend)
         if found is None:
-            found = self._states[backend] = BackendState(family)
+            # Not seen being built: the patch came later.
+            found = self._states[backend] = BackendState(family, _server_args())
         return found
 
 
@@ -361,6 +373,19 @@ def _heads(config: Any, server_args: Any) -> int | None:
     if getattr(server_args, "enable_dp_attention", False):
         tp //= getattr(server_args, "dp_size", 1) or 1
     return max(every // max(tp, 1), 1)
+
+
+def _server_args() -> Any:
+    """The arguments of this process's server, as SGLang keeps them; None where it has none."""
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),
+    ):
+        get = getattr(sys.modules.get(module), name, None)
+        with contextlib.suppress(Exception):
+            if callable(get) and (found := get()) is not None:
+                return found
+    return None
 
 
 def _server(model_runner: Any) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def test_status_of_a_server_that_wrote_nothing(sglang, run):
     assert "it runs unpatched" in done.stderr
 
 
-def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch):
+def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch, caplog):
     from kvlab.patch.runtime import Runtime
 
     monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path / "run"))
@@ -306,9 +306,18 @@ def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch):
     assert runfiles.running(30001) == []
     (tmp_path / "run" / f"{os.getpid()}.json").unlink()
     monkeypatch.setattr(Path, "write_text", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
-    file.changed(True)  # no room: given up, nothing raised
+    caplog.clear()
+    file.changed(True)  # no room: given up in one line, nothing raised
     file.changed(True)
     assert list((tmp_path / "run").iterdir()) == []
+    assert caplog.messages == ["kvlab: no status for `kvlab patch status --url`: OSError: full"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"pid": 1}', '{"pid": 1, "started": "1", "server": null}'])
+def test_a_file_that_no_scheduler_wrote_is_passed_over(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    assert runfiles.running() == []
 
 
 def test_the_entry_point_is_the_one_that_sglang_loads():

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -340,7 +340,90 @@ def test_the_write_kernel_compiles_for_every_chip():
     assert [r.spill_stores for r in found] == [0] * 5
 
 
+@pytest.mark.parametrize(
+    ("value", "is_yes"),
+    [(None, False), ("", False), (" 0", False), ("off", False), ("1", True), ("Yes", True)],
+)
+def test_a_variable_is_yes_or_no(value, is_yes):
+    assert policy.is_set("X", value) is is_yes
+
+
+@pytest.mark.parametrize("value", ["2", "ture", "strict"])
+def test_a_variable_that_is_neither_is_refused(value):
+    with pytest.raises(BadInput, match=f"X: '{value}' is neither yes nor no"):
+        policy.is_set("X", value)
+
+
+def test_fast_without_nvrtc_says_once_who_decodes(monkeypatch, caplog):
+    """The CUDA kernels need it; without, Triton's serve, which round otherwise."""
+    from kvlab.kernels import nvrtc
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setattr(selfcheck, "check", lambda strategy, facts: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: False)
+    on_h200 = replace(FACTS, device=torch.device("cuda:0"))
+
+    def chosen(facts):
+        runtime = Runtime("fast", is_strict=False, version="x")
+        caplog.clear()
+        # Twice: another pool of the same shape asks again.
+        return {choose("fast", f, runtime._refusal).strategy for f in (facts, replace(facts, slots=9999))}
+
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    assert chosen(on_h200) == {"fused"}
+    assert caplog.messages == []
+
+    def missing():
+        raise nvrtc.CompileError("no libnvrtc: install nvidia-cuda-nvrtc (nothing found)")
+
+    monkeypatch.setattr(nvrtc, "library", missing)
+    assert chosen(on_h200) == {"fused"}
+    assert caplog.messages == [
+        "kvlab: fused on cuda:0: Triton's kernels decode, the CUDA kernels for this chip do not compile: "
+        "no libnvrtc: install nvidia-cuda-nvrtc (nothing found)"
+    ]
+    assert caplog.records[0].levelname == "WARNING"
+    # Where Triton's are the only ones, there is nothing to say.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert chosen(on_h200) == {"fused"}
+    assert caplog.messages == []
+
+
 # The plan of a replay.
+
+
+def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
+    from kvlab.patch import hooks
+    from kvlab.patch.runtime import Runtime
+
+    class Wrapper:
+        def __init__(self):
+            self._kv_indptr_buf = torch.zeros(2, dtype=torch.int32)
+            self._qo_indptr_buf = torch.zeros(2, dtype=torch.int32)
+
+    def plan(wrapper, qo, kv, *rest, causal=False):
+        wrapper.planned = kv.tolist()
+
+    lengths = [torch.tensor([0, n], dtype=torch.int32) for n in (3, 5)]
+    for captures in (True, False):
+        module = ModuleType("backend")
+        module.fast_mla_decode_plan = plan
+        runtime, done, wrapper = (
+            Runtime("exact", is_strict=False, version="x"),
+            hooks.Replacements(),
+            Wrapper(),
+        )
+        hooks._patch_plans(runtime, module, done)
+        module.fast_mla_decode_plan(wrapper, lengths[0], lengths[0], causal=True)
+        assert wrapper._kv_indptr_buf.tolist() == [0, 3]
+        runtime.has_captured = captures
+        runtime.is_active = False
+        done.undo()
+        module.fast_mla_decode_plan(wrapper, lengths[1], lengths[1], causal=True)
+        assert wrapper.planned == [0, 5]
+        assert wrapper._kv_indptr_buf.tolist() == ([0, 5] if captures else [0, 3])
+        assert (module.fast_mla_decode_plan is plan) is not captures
 
 
 def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):

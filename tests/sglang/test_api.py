@@ -1,13 +1,18 @@
 """apply, remove, status and the ways into SGLang's processes, on the real package."""
 
 import contextlib
+import gc
 import inspect
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -220,6 +225,133 @@ pathlib.Path.read_text = lambda self, *a, **k: real(self, *a, **k).replace(".get
     code, line = in_fresh_process(fixed + LOAD.format(backend=False), KVLAB_PATCH_STRICT="1")
     assert code == 1
     assert line.startswith("kvlab: KVLAB_PATCH_STRICT: SGLang")
+
+
+def test_an_argument_outweighs_what_the_plugin_is_told(monkeypatch):
+    """SGLang loads its plugins when the Engine is built, after the user's own call."""
+    monkeypatch.setenv("KVLAB_PATCH", "gather")
+    popen = vars(multiprocessing.context.SpawnProcess)["_Popen"]
+    for asked in ("fast", "off", "exact"):
+        patch.apply(asked)
+        plugin.register()
+        assert patch.status()["strategy"] == asked
+    with patch.applied("off"):
+        plugin.register()
+        assert patch.status()["strategy"] == "off"
+    assert patch.status()["strategy"] == "exact"
+    # Nothing of it is left: now the variable decides.
+    patch.remove()
+    assert vars(multiprocessing.context.SpawnProcess)["_Popen"] is popen
+    plugin.register()
+    assert patch.status()["strategy"] == "gather"
+
+
+def test_schedulers_are_told_of_off_too(monkeypatch):
+    started = []
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "_Popen", staticmethod(started.append))
+    patch.apply("off")
+    context = multiprocessing.get_context("spawn")
+    context.Process._Popen(context.Process(target=flashinfer_mla.fast_mla_decode_plan))
+    (process,) = started
+    assert process._target.asked == "off"
+    process._target.target = plugin.register
+    process._target()
+    assert patch.status()["strategy"] == "off"
+
+
+@pytest.mark.skipif(not HAS_PLUGINS, reason="plugins came with 0.5.11")
+def test_apply_before_the_engine_outweighs_the_plugin_in_sglang_s_own_loading():
+    before = "import kvlab.patch; kvlab.patch.apply({!r})\n"
+    for asked in ("fast", "off"):
+        code, (status, _, _) = in_fresh_process(before.format(asked) + LOAD.format(backend=False))
+        assert (code, status["strategy"]) == (0, asked)
+
+
+def test_another_strategy_keeps_what_captured_graphs_use():
+    patch.apply("exact")
+    first = api._patch.runtime
+    first.has_captured = True
+    first.scratch.lasting[torch.device("cpu"), "shared"] = torch.zeros(8)
+    held = weakref.ref(first.scratch.lasting[torch.device("cpu"), "shared"])
+    del first
+    patch.remove()
+    patch.apply("fast")
+    gc.collect()
+    try:
+        assert held() is not None
+        assert patch.status()["note"] == "graphs captured before stay with exact"
+    finally:
+        api._captured.clear()
+
+
+def test_what_was_seen_when_a_backend_was_built_holds_for_the_next_strategy(caplog):
+    with patch.applied("shadow"):
+        its = World("flashinfer_mla", max_bs=2).fill()
+        its.allot(0, 5)
+        its.runner.server_args.dcp_size = 2
+    batch = its.batch(ForwardMode.DECODE, [5])
+    its.plan(batch)
+    with patch.applied("gather"):
+        its.attend(batch, "decode", its.tensors(batch))
+        status = patch.status()
+        assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+        api._patch.runtime.on_change(True)
+        assert [s["strategy"] for s in runfiles.running(30000)] == ["gather"]
+    assert status["counters"]["fallbacks"] == {"decode context parallelism": 1}
+
+
+def test_a_fork_while_another_thread_patches():
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with api._lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+
+        def removed():
+            signal.alarm(20)
+            return patch.remove()["strategy"]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            assert probe.forked(removed) == "off"
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_strict_refuses_whatever_went_wrong(monkeypatch):
+    def breaks():
+        raise RuntimeError("no source to read")
+
+    monkeypatch.setattr(api.sites, "installed", breaks)
+    monkeypatch.setattr(api, "is_decided", lambda: False)
+    with pytest.raises(RuntimeError, match="no source to read"):
+        plugin.register()
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    with pytest.raises(
+        SystemExit, match="KVLAB_PATCH_STRICT: the patch failed to go in: RuntimeError: no so"
+    ):
+        plugin.register()
+    monkeypatch.undo()
+    # What is neither yes nor no would serve unpatched some day, with nobody knowing.
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "ture")
+    with pytest.raises(SystemExit, match="'ture' is neither yes nor no; use 1 or 0"):
+        plugin.register()
+
+
+def test_remove_where_somebody_made_another_list_of_finders(monkeypatch):
+    monkeypatch.delitem(sys.modules, fa3.__name__)
+    patch.apply("exact")
+    monkeypatch.setattr(
+        sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != "kvlab.patch.hooks"]
+    )
+    assert patch.remove()["strategy"] == "off"
 
 
 def test_a_mistyped_strategy_stops_the_launcher(monkeypatch):

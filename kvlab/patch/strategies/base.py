@@ -64,6 +64,10 @@ class Strategy(Protocol):
         """Why it cannot serve such calls here, or None. Cheap; nothing is allocated."""
         ...
 
+    def note(self, facts: Facts) -> str | None:
+        """What somebody who serves such calls here should know of it, or None. Said once."""
+        ...
+
     def enter(self, call: Call) -> None:
         """What must be in place before the method reads its metadata."""
         ...

@@ -26,6 +26,9 @@ class Fused:
             return "heads not known yet"
         return unsupported(facts)
 
+    def note(self, facts: Facts) -> str | None:
+        return uncompiled(facts)
+
     def enter(self, call: Call) -> None:
         return
 
@@ -95,6 +98,19 @@ def attend(
 
     out, _ = reference.mla_attention(q_nope, q_pe, rows, active, sm_scale=sm_scale, logit_cap=logit_cap)
     return out.to(q_nope.dtype)
+
+
+def uncompiled(facts: Facts) -> str | None:
+    """Why the kernels that are made for this chip cannot be had and Triton's decode, or None."""
+    if facts.device.type != "cuda" or torch.cuda.get_device_capability(facts.device) != (9, 0):
+        return None
+    from kvlab.kernels import nvrtc
+
+    try:
+        nvrtc.library()
+    except nvrtc.CompileError as e:
+        return f"Triton's kernels decode, the CUDA kernels for this chip do not compile: {e}"
+    return None
 
 
 def unsupported(facts: Facts) -> str | None:

@@ -26,6 +26,9 @@ class Gather:
     def refusal(self, facts: Facts) -> str | None:
         return None
 
+    def note(self, facts: Facts) -> str | None:
+        return None
+
     def enter(self, call: Call) -> None:
         if len(call.reads.tables) > 1:
             return

@@ -33,6 +33,9 @@ class Native:
             return "flashinfer's FP8 MLA is for SM90"
         return flashinfer_refusal()
 
+    def note(self, facts: Facts) -> str | None:
+        return None
+
     def enter(self, call: Call) -> None:
         wrapper = FlashInferMLA.wrapper(call.backend, call.kind)
         if getattr(wrapper, "_kv_data_type", None) != call.facts.fp8:

@@ -21,6 +21,9 @@ class Replan:
             return "only flashinfer's wrapper has a plan to repeat"
         return "decode only" if facts.kind != "decode" else None
 
+    def note(self, facts: Facts) -> str | None:
+        return None
+
     def enter(self, call: Call) -> None:
         return
 

@@ -30,6 +30,9 @@ class Shadow:
     def refusal(self, facts: Facts) -> str | None:
         return None
 
+    def note(self, facts: Facts) -> str | None:
+        return None
+
     def enter(self, call: Call) -> None:
         return
 
