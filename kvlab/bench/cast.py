@@ -133,32 +133,37 @@ class _Bench:
         )
 
     def copies(self) -> list[Copy]:
-        """What bare kernels reach over one layer: torch's copy, ours, to twice the bytes, and row by row."""
+        """What bare kernels reach over one layer: torch's copy, ours, to twice the bytes, and row by row: all
+        rows, and as many scattered ones as the largest shape below the pool has.
+        """
         one = self.rows[0].numel()
         same, twice = self.out.view(torch.uint8).view(-1)[:one], self.out.view(torch.uint8)
-        indices = self.active(self.slots, "random").table
         cuts = [
             {"block": block, "warps": warps, "grid": grid}
             for block, warps, grid in ((1024, 8, 8), (2048, 8, 8), (1024, 4, 16), (2048, 8, 4))
         ]
         row_cuts = [{"lanes": lanes, "warps": warps} for lanes, warps in ((512, 8), (1024, 8), (256, 4))]
         tried = {
-            ("torch copy", 1): [lambda r: same.copy_(r.view(torch.uint8).view(-1))],
-            ("copy", 1): [lambda r, c=c: stream(r.view(torch.uint8), same, **c) for c in cuts],
-            ("copy to twice the bytes", 2): [
+            ("torch copy", 1, one): [lambda r: same.copy_(r.view(torch.uint8).view(-1))],
+            ("copy", 1, one): [lambda r, c=c: stream(r.view(torch.uint8), same, **c) for c in cuts],
+            ("copy to twice the bytes", 2, one): [
                 lambda r, c=c: stream(r.view(torch.uint8), twice, **c) for c in cuts
             ],
-            ("rows in random order to twice the bytes", 2): [
-                lambda r, c=c: scatter(r.view(torch.uint8), self.out, indices, **c) for c in row_cuts
-            ],
         }
+        for name, n in (("rows", self.slots), (f"{SLOTS[-1]:,} rows", SLOTS[-1])):
+            if n > self.slots:
+                continue
+            at = self.active(n, "random").table
+            tried[f"{name} in random order to twice the bytes", 2, n * self.width] = [
+                lambda r, c=c, at=at: scatter(r.view(torch.uint8), self.out, at, **c) for c in row_cuts
+            ]
         found = []
-        for (name, growth), calls in tried.items():
+        for (name, growth, read), calls in tried.items():
             us = min(
                 graph_us([lambda r=r, c=c: c(r) for r in self.rows[:8]], flush=self.flush, replays=5)
                 for c in calls
             )
-            size = one * (1 + growth) + (indices.nbytes if "rows" in name else 0)
+            size = read * (1 + growth) + (4 * read // self.width if "rows" in name else 0)
             found.append(Copy(name=name, growth=growth, bytes=size, us=us, tb_s=size / us / 1e6))
         return found
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvlab.kernels.cast import tuning
+from kvlab.kernels.cast import Tuning, tuning
 from kvlab.kernels.chip import chip
 from kvlab.kernels.kv_write import edge_codes, new_row
 from kvlab.kernels.widen import widen
@@ -93,10 +93,13 @@ def _cast(
     E5M2: tl.constexpr,
     BF16: tl.constexpr,
     NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     slot = entry.to(tl.int64)
     live &= (slot >= 0) & (slot < num_slots)
     x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     tl.store(out + slot[:, None] * out_stride + column, widen(x, E5M2, BF16, NATIVE), mask=live[:, None])
 
 
@@ -130,10 +133,18 @@ def kvlab_write_cast(
     INF: tl.constexpr,
     NAN: tl.constexpr,
     NEGATIVE_NAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """`codes` and `rows` are one buffer, as uint8 and as FP8 (uint8 too unless NATIVE)."""
+    """`codes` and `rows` are one buffer, as uint8 and as FP8 (uint8 too unless NATIVE).
+
+    EARLY: the kernel before may still run. What it may write, the new tokens, is read after it; so is what
+    an attention before it may still read, the shadow, written after it. The list and the rows that it names
+    are older.
+    """
     program = tl.program_id(0)
     if program < writes:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         _write(
             codes,
             out,
@@ -182,6 +193,7 @@ def kvlab_write_cast(
                 E5M2,
                 BF16,
                 NATIVE,
+                EARLY,
             )
         else:
             # Many rows: the rows of the next tile are on their way while this one is written.
@@ -197,6 +209,8 @@ def kvlab_write_cast(
             x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
             position += step * ROWS
             entry = tl.load(slots + position, mask=is_row & (position < total), other=-1)
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
             for _ in range(first, tiles, step):
                 ahead = entry.to(tl.int64)
                 more = (ahead >= 0) & (ahead < num_slots)
@@ -229,16 +243,22 @@ def write_cast(
     nope: torch.Tensor,
     rope: torch.Tensor,
     fp8: torch.dtype,
+    *,
+    early: bool = False,
+    cut: Tuning | None = None,
 ) -> torch.Tensor:
     """`kv_write.write(buffer, loc, nope, rope, fp8)`, and a shadow cast of a list `without` them, at once.
 
     buffer uint8 [slots, 1, rank + rope], slot stride free; shadow BF16 or FP16 of the same shape; slots and
     count as in `without`; loc int32 or int64 [tokens], at most MAX_WRITES; nope [tokens, rank], rope
-    [tokens, rope]. Every slot of `loc` but 0 is written to the shadow, active or not. Returns `shadow`.
+    [tokens, rope]. Every slot of `loc` but 0 is written to the shadow, active or not. `early`: the list and
+    its rows were complete before the kernel that runs before this one, so both may be read while that one
+    ends (programmatic dependent launch, SM90 on). Returns `shadow`.
     """
     over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
     source, target = buffer.view(buffer.shape[0], -1), shadow.view(shadow.shape[0], -1)
-    cut = tuning(source.device, paged=False)
+    cut = cut or tuning(source.device, paged=False)
+    early = early and chip(source.device)[0] >= 90
     width = nope.shape[1] + rope.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
     few = min(unit, 8)
@@ -272,6 +292,8 @@ def write_cast(
         INF=inf,
         NAN=nan,
         NEGATIVE_NAN=negative,
+        EARLY=early,
         num_warps=cut.warps,
+        **({"launch_pdl": True} if early else {}),
     )
     return shadow

@@ -75,6 +75,56 @@ def test_padded_rows_share_slot_0(device):
     both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=[4, 9], padded=6)
 
 
+@pytest.mark.parametrize("loc", [[1], [699, 0, 256, 0, 255, 5], list(range(640, 704))], ids=len)
+def test_without_takes_off_the_slots_that_are_written_and_no_other(device, loc):
+    every = torch.arange(700, dtype=torch.int32, device=device)
+    active = ActiveSlots.ragged(every, torch.tensor([0, 700], dtype=torch.int32, device=device))
+    found = slot_list(active, list_for(700, torch.device(device)))
+    without(found.slots, found.count, torch.tensor(loc, device=device))
+    assert found.count.item() == 700
+    gone = [s for s in loc if 0 < s < 700]
+    assert [i for i, s in enumerate(found.slots.tolist()) if s != i] == sorted(gone)
+    assert (found.slots[gone] == -1).all()
+
+
+def test_slot_0_stays_on_the_list(device):
+    """Padded rows are written to it and read it: attention must find it finite, whatever the shadow held."""
+    rows, _, loc, nope, rope = inputs(device, torch.float8_e4m3fn, lengths=[4], padded=2)
+    rows[0] = 0
+    table = torch.tensor([0, 0, int(loc[0])], dtype=torch.int32, device=device)
+    active = ActiveSlots.ragged(table, torch.tensor([0, 3], dtype=torch.int32, device=device))
+    shadow = torch.full(rows.shape, float("nan"), dtype=torch.bfloat16, device=device)
+    found = slot_list(active, list_for(rows.shape[0], torch.device(device)))
+    without(found.slots, found.count, loc)
+    write_cast(rows, shadow, found.slots, found.count, loc, nope, rope, torch.float8_e4m3fn)
+    assert shadow[0].isfinite().all()
+    assert shadow[loc[0]].isfinite().all()
+
+
+def test_an_early_launch_waits_for_the_new_rows(device):
+    """The kernel before makes the new rows last, and takes a while where it runs on a GPU."""
+    fp8 = torch.float8_e4m3fn
+    rows, active, loc, nope, rope = inputs(device, fp8, lengths=[5, 1, 33])
+    new = torch.cat([nope, rope], 1)
+    made = torch.empty(200_000 if device == "cuda" else 8, WIDTH, dtype=new.dtype, device=device)
+    found = slot_list(active, list_for(rows.shape[0], torch.device(device)))
+    without(found.slots, found.count, loc)
+    for step in range(20 if device == "cuda" else 2):
+        one, two = rows.clone(), rows.clone()
+        shadow, apart = (torch.full(rows.shape, 7.0, dtype=torch.bfloat16, device=device) for _ in range(2))
+        coming = torch.zeros_like(made)
+        coming[-loc.numel() :] = new + step
+        made.copy_(coming)
+        last = made[-loc.numel() :]
+        write_cast(
+            one, shadow, found.slots, found.count, loc, last[:, :RANK], last[:, RANK:], fp8, early=True
+        )
+        kv_write.write(two, loc, (new + step)[:, :RANK], (new + step)[:, RANK:], fp8)
+        shadow_cast(two.view(fp8), apart, active)
+        assert torch.equal(one, two)
+        assert torch.equal(shadow.view(torch.int16), apart.view(torch.int16))
+
+
 def test_what_no_fp8_can_hold_is_written_as_stock_writes_it(device):
     both(device, torch.float8_e4m3fn, torch.bfloat16, lengths=[4, 9], spread=1e4)
 
@@ -97,14 +147,19 @@ def test_it_fits_every_chip():
             name=name,
             kernel="kvlab.kernels.write_cast:kvlab_write_cast",
             signature=signature | {"rows": rows},
-            constexprs=codes | cut | {"E5M2": False, "BF16": True, "NATIVE": rows != "*u8"},
+            constexprs=codes | cut | {"E5M2": False, "BF16": True, "NATIVE": rows != "*u8", "EARLY": early},
             divisible=[*pointers, "rows", "nope", "rope", *ints[:4]],
             num_warps=8,
         )
-        for name, rows in (("bytes", "*u8"), ("native", "*fp8e4nv"))
+        for name, rows, early in (
+            ("bytes", "*u8", False),
+            ("native", "*fp8e4nv", False),
+            ("early", "*fp8e4nv", True),
+        )
     ]
-    found = report(specs[:1], [80]) + report(specs[1:], [89, 90, 100, 120])
+    found = report(specs[:1], [80]) + report(specs[1:2], [89, 90, 100, 120])
     assert len(found) == len(CAPABILITIES)
+    found += report(specs[2:], [90, 100, 120])
     for one in found:
         assert one.exceeds() == [], one
         assert one.registers * one.threads * 3 <= REGISTERS_PER_SM
