@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import statistics
 import time
 from array import array
 from collections.abc import Sequence
@@ -57,12 +58,15 @@ class Batch:
 
 @dataclass
 class Rank:
-    """A loaded rank. `memory` and `seconds` by stage; `burn`: slots that somebody holds before each batch."""
+    """A loaded rank. `memory` and `seconds` by stage; `burn`: slots that somebody holds before each batch;
+    `queued`: when the host had handed the last step to the GPU.
+    """
 
     setup: Setup
     runner: Any
     burn: int = 0
     others: int = 0
+    queued: float = 0.0
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -127,6 +131,7 @@ class Rank:
         from sglang.benchmark import one_batch
 
         batch.token, batch.logits = one_batch.decode(batch.token, batch.batch, self.runner)
+        self.queued = time.perf_counter()
         torch.cuda.synchronize()
 
     def start_at(self, batch: int, context: int) -> Batch:
@@ -275,12 +280,15 @@ def fill(buffers: Sequence[torch.Tensor], slots: torch.Tensor, dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds a step; `replay`: of the step's captured graph alone, None where there is none."""
+    """Milliseconds a step; `replay`: of the step's captured graph alone, None where there is none; `host`:
+    until the host had queued it.
+    """
 
     median: float
     low: float
     high: float
     replay: float | None
+    host: float
     steps: int
 
 
@@ -288,7 +296,7 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Tim
     """`steps` decode steps of `batch`, each waited for, after `warm_up` that are not timed."""
     for _ in range(warm_up):
         rank.decode(batch)
-    times = []
+    times, hosts = [], []
     gc.collect()
     gc.disable()
     try:
@@ -296,12 +304,13 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Tim
             start = time.perf_counter()
             rank.decode(batch)
             times.append((time.perf_counter() - start) * 1e3)
+            hosts.append((rank.queued - start) * 1e3)
     finally:
         gc.enable()
     times.sort()
     quarter = len(times) // 4
-    middle = (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
-    return Timed(middle, times[quarter], times[-1 - quarter], _replayed(rank), len(times))
+    host, middle = statistics.median(hosts), statistics.median(times)
+    return Timed(middle, times[quarter], times[-1 - quarter], _replayed(rank), host, len(times))
 
 
 def _replayed(rank: Rank, times: int = 16) -> float | None:

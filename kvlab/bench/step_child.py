@@ -83,6 +83,7 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
         low_ms=found.low,
         high_ms=found.high,
         replay_ms=found.replay,
+        host_ms=found.host,
         steps=found.steps,
         served=served(),
         peak_bytes=torch.cuda.max_memory_allocated(),
