@@ -5,7 +5,8 @@
 One layer of flashinfer's MLA decode in a CUDA graph, planned for each step by SGLang's
 `fast_mla_decode_plan`, as a server does. The plan is written to one pinned buffer and copied from there. A
 host that runs ahead of a busy GPU writes the next plan before this one was copied: `ahead`. `synchronised`
-waits for the GPU each step, `guarded` waits only for the last plan's copy.
+waits for the GPU each step, `guarded` waits only for the last plan's copy, and `patched` takes the plan that
+`kvlab.patch.apply()` puts in its place.
 """
 
 import argparse
@@ -29,9 +30,8 @@ def main() -> int:
     from kvlab.provenance import collect
 
     world = World(asked.steps)
-    runs = {
-        name: world.run(name, asked.steps) for name in ("synchronised", "synchronised", "ahead", "guarded")
-    }
+    hows = ("synchronised", "synchronised", "ahead", "guarded", "patched")
+    runs = {how: world.run(how, asked.steps) for how in hows}
     right = runs["synchronised"]
     # What a step gives by the next step's plan: one slot too many, the stale one behind its length.
     late = world.run("synchronised", asked.steps, plan_ahead=1)
@@ -42,6 +42,7 @@ def main() -> int:
         "ahead_differs": len(differs),
         "ahead_is_the_next_plans": sum(torch.equal(runs["ahead"][n], late[n]) for n in differs),
         "guarded_differs": sum(not torch.equal(runs["guarded"][n], right[n]) for n in range(asked.steps)),
+        "patched_differs": sum(not torch.equal(runs["patched"][n], right[n]) for n in range(asked.steps)),
         "the_next_plan_matters": sum(not torch.equal(late[n], right[n]) for n in range(asked.steps)),
         "largest_error": max(
             (float((runs["ahead"][n] - right[n]).abs().max()) for n in differs), default=0.0
@@ -59,9 +60,14 @@ class World:
     def __init__(self, steps: int) -> None:
         import torch
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
-        from sglang.srt.layers.attention.flashinfer_mla_backend import fast_mla_decode_plan
+        from sglang.srt.layers.attention import flashinfer_mla_backend
 
-        self.torch, self.plan = torch, fast_mla_decode_plan
+        from kvlab import patch
+
+        self.torch, self.plan = torch, flashinfer_mla_backend.fast_mla_decode_plan
+        patch.apply("exact")
+        self.patched_plan = flashinfer_mla_backend.fast_mla_decode_plan
+        assert self.patched_plan is not self.plan
         generator = torch.Generator(device="cuda").manual_seed(0)
 
         def normal(*shape: int) -> Any:
@@ -124,7 +130,8 @@ class World:
                 torch.cuda._sleep(4_000_000)
             if how == "guarded":
                 copied.synchronize()
-            self.plan(
+            plan = self.patched_plan if how == "patched" else self.plan
+            plan(
                 self.wrapper,
                 torch.tensor([0, 1], dtype=torch.int32),
                 torch.tensor([0, length], dtype=torch.int32),

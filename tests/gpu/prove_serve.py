@@ -3,11 +3,14 @@
     python tests/gpu/prove_serve.py weights FOLDER [--layers 6] [--tp 8] [--nextn]
     python tests/gpu/prove_serve.py engines FOLDER OUT CASE… [--at-once 4]
     python tests/gpu/prove_serve.py http FOLDER OUT
+    python tests/gpu/prove_serve.py loaded FOLDER OUT off,exact [--together 2]
     python tests/gpu/prove_serve.py judge OUT…
 
 Each case is a process of its own with one `sglang.Engine` in it, as a user would write it; what differs is
 environment variables and arguments. Requests go one after another, so that the composition of batches is the
-same in every server. Run it where the installed kvlab is found, not in a checkout.
+same in every server; then some together, each of which was asked alone before. `loaded` is `kvlab bench
+serve` of the whole depth, and an operator's commands against each of its servers. Run it where the installed
+kvlab is found, not in a checkout.
 """
 
 import argparse
@@ -57,13 +60,16 @@ TP2 = {
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 DP2 = {**TP2, "dp_size": 2, "enable_dp_attention": True}
+PP2 = {"pp_size": 2}
+FA3 = {"attention_backend": "fa3"}
+FA3_P64 = {**FA3, "page_size": 64}
 NEXTN = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
-NO_ROOM = {"max_total_tokens": 34_000_000, "mem_fraction_static": 0.9}
+NO_ROOM = {"max_total_tokens": 32_000_000, "mem_fraction_static": 0.9}
 DEEP = {"load_format": "dummy", "max_total_tokens": 495_552}
 
 
@@ -77,11 +83,17 @@ CASES: dict[str, Case] = {
     "off_again": Case(OFF, against="off", mixed=True),
     # Nothing set at all: what `pip install kvlab` and a restart do.
     "installed": Case({}, against="off", mixed=True),
-    "fast": Case({"KVLAB_PATCH": "fast"}, mixed=True),
+    "fast": Case({"KVLAB_PATCH": "fast"}, against="off", mixed=True),
     "gather": Case({"KVLAB_PATCH": "gather"}, against="off"),
     "excluded": Case(NO_PLUGIN, against="off"),
     "applied_before": Case(NO_PLUGIN, against="off", applies="exact"),
+    # With the plugin too, which is told otherwise.
+    "argument": Case({"KVLAB_PATCH": "gather"}, against="off", applies="exact"),
     "quiet": Case({}, {"log_level": "error"}, "off"),
+    "fa3_off": Case(OFF, FA3),
+    "fa3": Case({}, FA3, "fa3_off"),
+    "fa3_pages_off": Case(OFF, FA3_P64),
+    "fa3_pages": Case({}, FA3_P64, "fa3_pages_off"),
     "no_graphs": Case({}, {"disable_cuda_graph": True}),
     "no_graphs_off": Case(OFF, {"disable_cuda_graph": True}),
     "crowd_off": Case(OFF, against="off", shares=True),
@@ -99,6 +111,8 @@ CASES: dict[str, Case] = {
     "tp2_fast": Case({"KVLAB_PATCH": "fast"}, TP2),
     "dp2_off": Case(OFF, DP2),
     "dp2": Case({}, DP2, "dp2_off"),
+    "pp2_off": Case(OFF, PP2),
+    "pp2": Case({}, PP2, "pp2_off"),
     "nextn_off": Case(OFF, NEXTN),
     "nextn": Case({}, NEXTN, "nextn_off"),
     "nextn_fast": Case({"KVLAB_PATCH": "fast"}, NEXTN, "nextn_off"),
@@ -139,12 +153,25 @@ def main() -> int:
             its.add_argument("--timeout", type=float, default=150)
         elif name == "one":
             its.add_argument("case", choices=CASES)
+    loaded = commands.add_parser("loaded")
+    loaded.add_argument("folder", type=Path)
+    loaded.add_argument("out", type=Path)
+    loaded.add_argument("strategies")
+    loaded.add_argument("--together", type=int, default=1)
+    loaded.add_argument("--pool", type=int, default=495_552)
+    loaded.add_argument("--backend", default="flashinfer")
     judge = commands.add_parser("judge")
     judge.add_argument("out", type=Path, nargs="+")
     asked = parser.parse_args()
-    return {"weights": weights_of, "engines": engines, "http": http, "one": one, "judge": judged}[
-        asked.command
-    ](asked)
+    does = {
+        "weights": weights_of,
+        "engines": engines,
+        "http": http,
+        "loaded": loads,
+        "one": one,
+        "judge": judged,
+    }
+    return does[asked.command](asked)
 
 
 def weights_of(asked: argparse.Namespace) -> int:
@@ -199,7 +226,7 @@ def one(asked: argparse.Namespace) -> int:
         "mem_fraction_static": 0.8,
         "grammar_backend": "none",
         "log_level": "info",
-        "port": 10_000 + 2500 * int(os.environ.get("JOB_SLOT", "0")) + 60 * list(CASES).index(asked.case),
+        "port": 10_000 + 3200 * int(os.environ.get("JOB_SLOT", "0")) + 60 * list(CASES).index(asked.case),
     } | case.args
     with gpu(fcntl.LOCK_SH):
         engine = sglang.Engine(**given)
@@ -217,11 +244,15 @@ def one(asked: argparse.Namespace) -> int:
             longer = [*prompt(515), *prompt(130)]
             found["longer"] = answer(engine, longer, case.new_tokens)
             found["changed"] = answer(engine, prompt(515, changed=17), case.new_tokens)
+            found["alone"] = [answer(engine, ids, 32)["tokens"] for ids in CROWD for _ in range(2)][1::2]
+            found["at_once"] = [at_once(engine, CROWD, [32] * len(CROWD)) for _ in range(2)]
             if case.mixed:
                 found["mixed"] = mixed(engine)
-            time.sleep(2.1)
+        # Status files are written every other second at most.
+        time.sleep(2.1)
+        with gpu(fcntl.LOCK_SH if case.shares else fcntl.LOCK_EX):
             found["last"] = answer(engine, prompt(33), case.new_tokens)
-            time.sleep(0.5)
+            time.sleep(0.2)
             found["running"] = running()
             path.write_text(json.dumps(found) + "\n", encoding="utf-8")
             # What is torn down keeps the GPU from the next one.
@@ -265,10 +296,15 @@ def answer(engine: Any, ids: list[int], new_tokens: int) -> dict[str, Any]:
 def mixed(engine: Any) -> list[list[int]]:
     """96 requests at once: eight prefixes of 300 shared by twelve each, other tails, prefill in chunks."""
     ids = [[*prompt(300 + n % 8), *prompt(20 + 13 * n)[1:]] for n in range(96)]
-    sampling = [
-        {"temperature": 0, "max_new_tokens": 16 + 3 * (n % 16), "ignore_eos": True} for n in range(96)
-    ]
+    return at_once(engine, ids, [16 + 3 * (n % 16) for n in range(96)])
+
+
+def at_once(engine: Any, ids: list[list[int]], new_tokens: list[int]) -> list[list[int]]:
+    sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in new_tokens]
     return [g["output_ids"] for g in engine.generate(input_ids=ids, sampling_params=sampling)]
+
+
+CROWD = [prompt(n, changed) for n in LENGTHS for changed in (None, 3, 5)]
 
 
 def engines(asked: argparse.Namespace) -> int:
@@ -438,8 +474,18 @@ def verdict(name: str, said: dict[str, Any], end: dict[str, Any], log: str) -> d
     for other in (CASES[name].against, "off"):
         if other and other in said and "last" in said[other] and other != name:
             found[f"against_{other}"] = alike(mine, said[other])
+    unpatched = said.get(CASES[name].against, {})
+    if "at_once" in mine:
+        once, again = mine["at_once"]
+        found["crowd"] = {
+            "requests": len(once),
+            "complete": sum(len(a) == 32 for a in once),
+            "as_alone": sum(map(list.__eq__, once, mine["alone"])),
+            "as_again": sum(map(list.__eq__, once, again)),
+            "alone_as_off": sum(map(list.__eq__, mine["alone"], unpatched["alone"])) if unpatched else None,
+        }
     if "mixed" in mine:
-        theirs = said.get("off", {}).get("mixed") if name != "off" else None
+        theirs = unpatched.get("mixed")
         found["mixed"] = {
             "requests": len(mine["mixed"]),
             "complete": sum(len(a) == 16 + 3 * (n % 16) for n, a in enumerate(mine["mixed"])),
@@ -486,7 +532,7 @@ def http(asked: argparse.Namespace) -> int:
     """Four HTTP servers, asked from outside: off, installed, uninstalled, `kvlab serve` without plugin."""
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    base = 21000 + 2000 * int(os.environ.get("JOB_SLOT", "0"))
+    base = 23000 + 2000 * int(os.environ.get("JOB_SLOT", "0"))
     plugin = plugin_folder(out.parent / "plugin")
     launcher, ours = ["-m", "sglang.launch_server"], ["-m", "kvlab", "serve"]
     servers = {
@@ -551,6 +597,47 @@ def http(asked: argparse.Namespace) -> int:
         (out / "http.json").write_text(said + "\n", encoding="utf-8")
     print(said, flush=True)
     return 0
+
+
+def loads(asked: argparse.Namespace) -> int:
+    """`kvlab bench serve`, and what an operator types at each server while it runs."""
+    from kvlab.bench import serve
+
+    out = asked.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    before = out / "before.json"
+
+    def typed(server: serve.Server) -> None:
+        os.environ["KVLAB_RUN_DIR"] = str(server.work / "run")
+        save = ["--against", str(before), "--json"] if before.exists() else ["--save", str(before)]
+        found[server.strategy] = {
+            "verify": kvlab("patch", "verify", "--url", server.url, "--new-tokens", "16", *save),
+            "status_words": kvlab("patch", "status", "--url", server.url),
+            "status": kvlab("patch", "status", "--url", server.url, "--json"),
+        }
+        said = {"provenance": json.loads(provenance()), "servers": found}
+        text = json.dumps(said, indent=1).replace(str(server.work.parent), "WORK")
+        (out / "operator.json").write_text(text + "\n", encoding="utf-8")
+
+    flags = (
+        f"--attention-backend {asked.backend} --kv-cache-dtype fp8_e4m3 --max-total-tokens {asked.pool} "
+        "--max-running-requests 64 --cuda-graph-max-bs 64 --mem-fraction-static 0.9 --grammar-backend none"
+    )
+    run = serve.measure(
+        asked.folder.resolve(),
+        asked.strategies.split(","),
+        serve.Asked([1, 16, 64], 512, 64, ready_seconds=200),
+        server_args=flags.split(),
+        together=asked.together,
+        out=out / "serve.json",
+        say=lambda line: print(time.strftime("%T"), line, flush=True),
+        then=typed,
+    )
+    for server in run.servers:
+        print(server.strategy, server.error, server.step_ms, server.same_tokens, server.log_lines, flush=True)
+    print(json.dumps(found)[:6000], flush=True)
+    return int(any(s.error for s in run.servers))
 
 
 def wait_ready(process: subprocess.Popen[bytes], url: str, seconds: float) -> float | None:
