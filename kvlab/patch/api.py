@@ -1,4 +1,9 @@
-"""apply / remove / status / applied: the patch of this process and of the schedulers it spawns."""
+"""apply / remove / status / applied: the patch of this process and of the schedulers it spawns.
+
+What serves is imported by `apply`: whoever only asks, or turns the patch off, does not wait for it.
+"""
+
+from __future__ import annotations
 
 import logging
 import os
@@ -6,13 +11,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import BadInput
-from kvlab.patch import hooks, policy, sites, spawn
-from kvlab.patch.runfiles import RunFile
-from kvlab.patch.runtime import Runtime
+from kvlab.patch import policy, sites, spawn
+from kvlab.patch.replacements import Replacements
 from kvlab.patch.sites import LEFT_ALONE, Site
+
+if TYPE_CHECKING:
+    from kvlab.patch.runtime import Runtime
 
 log = logging.getLogger("kvlab.patch")
 
@@ -28,7 +35,7 @@ class _Patch:
 
     runtime: Runtime
     installed: sites.Installed
-    done: hooks.Replacements
+    done: Replacements
     in_place: set[str] = field(default_factory=set)
     is_applied: bool = True
 
@@ -38,7 +45,7 @@ _patch: _Patch | None = None
 # Of strategies that others replaced: graphs captured meanwhile still read and write what these hold.
 _captured: list[Runtime] = []
 # What `apply("off")` put in place: spawned schedulers are told.
-_said_off: hooks.Replacements | None = None
+_said_off: Replacements | None = None
 
 
 def apply(strategy: str | None = None) -> dict[str, Any]:
@@ -58,9 +65,13 @@ def apply(strategy: str | None = None) -> dict[str, Any]:
         with _lock:
             remove()
             if strategy is not None:
-                _said_off = hooks.Replacements()
+                _said_off = Replacements()
                 spawn.install(asked, _said_off)
             return status()
+    from kvlab.patch import hooks
+    from kvlab.patch.runfiles import RunFile
+    from kvlab.patch.runtime import Runtime
+
     with _lock:
         _forget_off()
         if _patch is not None and _patch.is_applied:
@@ -71,7 +82,7 @@ def apply(strategy: str | None = None) -> dict[str, Any]:
         _refuse_unserved(found, is_strict)
         before = _patch.runtime if _patch is not None else None
         runtime = Runtime(asked, is_strict=is_strict, version=found.version, before=before)
-        patch = _Patch(runtime, found, hooks.Replacements())
+        patch = _Patch(runtime, found, Replacements())
         runtime.on_change = RunFile(lambda: _status(patch), runtime).changed
         try:
             hooks.install(runtime, found.recognised, patch.done, lambda site: patch.in_place.add(site.name))

@@ -10,7 +10,7 @@ import multiprocessing.context
 from collections.abc import Callable
 from typing import Any
 
-from kvlab.patch.hooks import Replacements
+from kvlab.patch.replacements import Replacements
 
 
 class Patched:
