@@ -339,7 +339,7 @@ def provenance() -> str:
 
     from kvlab.provenance import collect
 
-    return msgspec.json.encode(collect(env=["CUDA_VISIBLE_DEVICES"])).decode()
+    return msgspec.json.encode(collect(env=["CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_DETERMINISTIC"])).decode()
 
 
 def environment(case: Case, name: str, out: Path, plugin: Path) -> dict[str, str]:
