@@ -82,7 +82,7 @@ def test_only_what_the_list_counts_is_cast(device, many):
     fp8 = torch.float8_e4m3fn
     rows, _, loc, nope, rope = inputs(device, fp8, lengths=[2, 2])
     others = [s for s in range(1, 400) if s not in loc.tolist()]
-    named = [*others[:many], -1, rows.shape[0], rows.shape[0] + 3, *others[many : 2 * many - 1]]
+    named = [*others[:many], -1, rows.shape[0], rows.shape[0] + 3, 0, *others[many : 2 * many - 1]]
     stale = others[2 * many - 1 : 2 * many + 20]
     slots = torch.tensor(named + stale, dtype=torch.int32, device=device)
     count = torch.tensor([len(named)], dtype=torch.int32, device=device)
@@ -143,6 +143,27 @@ def test_an_early_launch_waits_for_the_new_rows(device):
         shadow_cast(two.view(fp8), apart, active)
         assert torch.equal(one, two)
         assert torch.equal(shadow.view(torch.int16), apart.view(torch.int16))
+
+
+@pytest.mark.parametrize("rope", [8, 1])
+@pytest.mark.parametrize("lengths", [[5, 33], [150, 150, 150]], ids=["few", "many"])
+def test_rows_of_any_width_in_layers_that_are_slices(device, rope, lengths):
+    """Neither the pool's rows nor the shadow's lie one behind the other."""
+    fp8 = torch.float8_e4m3fn
+    rows, active, loc, nope, wide = inputs(device, fp8, lengths=lengths)
+    width = RANK + rope
+    pool = rows.repeat(1, 2, 1)[:, 1:, :width]
+    assert pool.stride(0) == 2 * WIDTH
+    both_apart = torch.full((2, rows.shape[0], 3, width), 7.0, dtype=torch.bfloat16, device=device)
+    shadow, apart = both_apart[:, :, 1:2].unbind()
+    two = pool.clone()
+    found = slot_list(active, list_for(rows.shape[0], torch.device(device)))
+    without(found.slots, found.count, loc)
+    write_cast(pool, shadow, found.slots, found.count, loc, nope, wide[:, :rope], fp8)
+    kv_write.write(two, loc, nope, wide[:, :rope], fp8)
+    shadow_cast(two.view(fp8), apart, active)
+    assert torch.equal(pool, two)
+    assert torch.equal(both_apart[0].view(torch.int16), both_apart[1].view(torch.int16))
 
 
 def test_what_no_fp8_can_hold_is_written_as_stock_writes_it(device):
