@@ -1,12 +1,12 @@
 """Does the fused decode repeat itself where SGLang serves it, and is it as near to float64 as it should be?
 
-    python tests/gpu/prove_fast.py OUT.json [--batch 16] [--steps 256] [--runs 3] [--strategy fast]
+    python tests/gpu/prove_fast.py OUT.json [--steps 256] [--runs 3] [--strategy fast]
 
-One rank of `prove_patch.py`, its 16 prompts in one batch, several times with CUDA graphs and once without. At
-each step every layer's query, new row and attention output are copied, inside the captured graph, and kept;
-so are the prompts' rows. Told is the first step and layer at which two runs differ, whether what the kernel
-read differed there already, and which requests. Every layer's output of some steps is held against float64
-attention over the rows that the layer read.
+One rank of `prove_patch.py`, its 16 prompts in one batch, several times with CUDA graphs and once without,
+and 13 of them twice, whose batch a graph of 16 pads. At each step every layer's query, new row and attention
+output are copied, inside the captured graph, and kept; so are the prompts' rows. Told is the first step and
+layer at which two runs differ, whether what the kernel read differed there already, and which requests. Every
+layer's output of some steps is held against float64 attention over the rows that the layer read.
 """
 
 import argparse
@@ -38,27 +38,32 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
 
-    tap = Tap()
+    tap, few = Tap(), PROMPTS[:13]
     with tap.listening():
         rank = loaded(asked, graphs=True, batches=(1, len(PROMPTS)))
     result: dict[str, Any] = {"case": case(asked, rank), "prompts": PROMPTS, "runs": [], "differ": []}
-    runs: list[Run] = []
-    for number in range(asked.runs):
-        runs.append(Run.of(f"graphs {number + 1}", rank, tap, asked.steps))
-        result["runs"].append(runs[-1].told())
+    groups: list[list[Run]] = [[], []]
+    plan = [("graphs", PROMPTS, asked.steps)] * asked.runs + [("graphs, padded", few, asked.eager_steps)] * 2
+    for number, (name, lengths, steps) in enumerate(plan, 1):
+        run = Run.of(f"{number}: {name}", rank, tap, lengths, steps)
+        groups[lengths is few].append(run)
+        result["runs"].append(run.told())
         say(str(result["runs"][-1]))
-        write(asked.out, result, rank, asked)
     with tap.listening(), eager(rank):
-        runs.append(Run.of("eager", rank, tap, asked.eager_steps))
-    result["runs"].append(runs[-1].told())
-    say(str(result["runs"][-1]))
-    for run in runs[1:]:
-        result["differ"].append(differ(runs[0], run))
-        say(str(result["differ"][-1]))
-    write(asked.out, result, rank, asked)
-    result["errors"] = list(errors(runs[0], rank, result["differ"]))
-    for found in result["errors"]:
-        say(str({k: v for k, v in found.items() if k != "layers"}))
+        groups[0].append(Run.of("eager", rank, tap, PROMPTS, asked.eager_steps))
+    result["runs"].append(groups[0][-1].told())
+    for first, *others in groups:
+        found = [differ(first, other) for other in others]
+        result["differ"] += found
+        for one in found:
+            say(str(one))
+        write(asked.out, result, rank, asked)
+    result["errors"] = []
+    for first, *_ in groups:
+        steps = {d["first"]["step"] for d in result["differ"] if "first" in d and d["runs"][0] == first.name}
+        for one in errors(first, rank, steps):
+            say(str({k: v for k, v in one.items() if k != "layers"}))
+            result["errors"].append({"run": first.name, **one})
     write(asked.out, result, rank, asked)
     return 0
 
@@ -127,44 +132,45 @@ class Tap:
             self.held[key][name].copy_(value)
 
     def now(self, batch: int) -> dict[str, Any]:
-        """{query, row, out}: [layers, batch, …] of the step that has just run."""
+        """{query, row, out}: [layers, batch, …] of the step that has just run, perhaps in a larger graph."""
         import torch
 
-        layers = sorted(layer for layer, size in self.held if size == batch)
-        return {w: torch.stack([self.held[layer, batch][w] for layer in layers]) for w in WHAT}
+        ran = min(size for _, size in self.held if size >= batch)
+        layers = sorted(layer for layer, size in self.held if size == ran)
+        return {w: torch.stack([self.held[layer, ran][w][:batch] for layer in layers]) for w in WHAT}
 
 
 class Run:
     """One batch decoded from the same prompts: what each layer saw at each step, kept on the device."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, lengths: list[int]) -> None:
+        self.name, self.lengths = name, lengths
         self.steps: list[dict[str, Any]] = []
         self.prompt_rows: Any = None
         self.slots: Any = None
         self.digest: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, name: str, rank: Any, tap: Tap, steps: int) -> "Run":
+    def of(cls, name: str, rank: Any, tap: Tap, lengths: list[int], steps: int) -> "Run":
         import torch
 
-        made = cls(name)
+        made = cls(name, lengths)
         rank.clear()
-        batch = rank.start(prompts(PROMPTS))
+        batch = rank.start(prompts(lengths))
         torch.cuda.synchronize()
         table = rank.runner.req_to_token_pool.req_to_token
         ids = [r.req_pool_idx for r in batch.reqs]
-        first = torch.cat([table[i, :n].long() for i, n in zip(ids, PROMPTS, strict=True)])
+        first = torch.cat([table[i, :n].long() for i, n in zip(ids, lengths, strict=True)])
         made.prompt_rows = torch.stack([rows[first] for rows in rows_of(rank)])
         digest = Digest()
         digest.add(batch.token, batch.logits)
         for _ in range(steps - 1):
             rank.decode(batch)
-            made.steps.append(tap.now(len(PROMPTS)))
+            made.steps.append(tap.now(len(lengths)))
             digest.add(batch.token, batch.logits)
         torch.cuda.synchronize()
         made.digest = digest.read()
-        made.slots = [table[i, : n + steps - 1].long().clone() for i, n in zip(ids, PROMPTS, strict=True)]
+        made.slots = [table[i, : n + steps - 1].long().clone() for i, n in zip(ids, lengths, strict=True)]
         return made
 
     def told(self) -> dict[str, Any]:
@@ -227,7 +233,7 @@ def differ(one: Run, other: Run) -> dict[str, Any]:
     return found
 
 
-def errors(run: Run, rank: Any, differences: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def errors(run: Run, rank: Any, also: set[int]) -> Iterator[dict[str, Any]]:
     """Relative errors (Frobenius) of every layer's output against float64 over the rows that it read.
 
     The rows are put back into the pool as this run wrote them: those of the prompts, then a row a step.
@@ -240,15 +246,15 @@ def errors(run: Run, rank: Any, differences: list[dict[str, Any]]) -> Iterator[d
 
     attentions = [m for m in rank.runner.model.modules() if isinstance(m, RadixAttention)]
     scale = {m.layer_id: m.scaling for m in attentions if m.head_dim > m.v_head_dim == rank.pool.kv_lora_rank}
-    steps = {1, 2, 8, 23, len(run.steps)} | {d["first"]["step"] for d in differences if "first" in d}
+    steps = {1, 2, 8, 23, len(run.steps)} | also
     pool = rows_of(rank)
-    first = torch.cat([s[:n] for s, n in zip(run.slots, PROMPTS, strict=True)])
+    first = torch.cat([s[:n] for s, n in zip(run.slots, run.lengths, strict=True)])
     for step in sorted(s for s in steps if s <= len(run.steps)):
-        lengths = [n + step for n in PROMPTS]
+        lengths = [n + step for n in run.lengths]
         indices = torch.cat([s[:n] for s, n in zip(run.slots, lengths, strict=True)]).int()
         bounds = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
         active = ActiveSlots.ragged(indices, bounds.to(indices.device))
-        new = torch.stack([s[n : n + step] for s, n in zip(run.slots, PROMPTS, strict=True)], 1).flatten()
+        new = torch.stack([s[n : n + step] for s, n in zip(run.slots, run.lengths, strict=True)], 1).flatten()
         found = []
         for layer, rows in enumerate(pool):
             with torch.inference_mode():
