@@ -9,7 +9,7 @@ second try.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Union
 
 import msgspec
 
@@ -32,7 +32,6 @@ class Args(msgspec.Struct, gc=False):
     grid: msgspec.Raw = msgspec.Raw()
     block: msgspec.Raw = msgspec.Raw()
     stream: int | None = None
-    name: str | None = None
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
 
@@ -50,18 +49,47 @@ class Event(msgspec.Struct, gc=False):
     args: Args | None = None
 
 
+class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """An Event that takes time, as all do that a trace is made of: what `brief` reads them as."""
+
+    ph: ClassVar[str] = "X"
+    cat: str | None = None
+    name: str = ""
+    pid: int | str = -1
+    tid: int | str = -1
+    ts: float = float("nan")
+    dur: float = 0.0
+    args: Args | None = None
+
+
+class Momentary(msgspec.Struct, gc=False, tag_field="ph"):
+    """A flow's end, metadata, a counter: two of five events in a trace of graphs, of which none is kept."""
+
+
+_MOMENTARY = [
+    msgspec.defstruct(f"Momentary_{ph}", [], bases=(Momentary,), tag_field="ph", tag=ph, gc=False)
+    for ph in "stfMiICbenNODPRc"
+]
+
+
 class Events:
     """Iterate over batches (lists of Event); then `meta` has the file's other keys, `notes` what was odd.
 
-    `pieces`: the file's bytes in chunks of any size. Raises BadInput, naming `name`, for what is no trace.
+    `pieces`: the file's bytes in chunks of any size. `brief`: of events that take no time only that there is
+    one. Raises BadInput, naming `name`, for what is no trace.
     """
 
-    def __init__(self, pieces: Iterable[bytes], name: str, *, inside: bool = False) -> None:
+    def __init__(
+        self, pieces: Iterable[bytes], name: str, *, inside: bool = False, brief: bool = False
+    ) -> None:
         """`inside`: the bytes start within the array, at an event, and may stop before its end."""
         self._pieces = iter(pieces)
         self._name = name
         self._inside = inside
-        self._decode: Callable[[bytes], list[Event]] = msgspec.json.Decoder(list[Event]).decode
+        kinds = [list[Union[Complete, *_MOMENTARY]]] if brief else []  # type: ignore[valid-type]
+        self._decoders: list[Callable[[bytes], list[Event]]] = [
+            msgspec.json.Decoder(kind).decode for kind in (*kinds, list[Event])
+        ]
         self.meta: dict[str, Any] = {}
         self.notes: list[str] = []
         self.skipped = 0
@@ -118,9 +146,10 @@ class Events:
         found = None
         for _, (cut, after) in zip(range(_TRIES), _cuts(piece), strict=False):
             found = b""
+            # One copy: a trace of gigabytes feels each.
+            text = b"".join((b"[", *held, memoryview(piece)[:cut], b"]"))
             try:
-                # One copy: a trace of gigabytes feels each.
-                events = self._decode(b"".join((b"[", *held, memoryview(piece)[:cut], b"]")))
+                events = self._decode(text)
             except msgspec.ValidationError:
                 break  # not the usual types: no other boundary helps
             except msgspec.DecodeError:
@@ -128,6 +157,14 @@ class Events:
             self.closed = piece[after - 1 : after] == b"]"
             return events, piece[after:]
         return None, found
+
+    def _decode(self, text: bytes) -> list[Event]:
+        for decode in self._decoders[:-1]:
+            try:
+                return decode(text)
+            except msgspec.ValidationError:
+                continue
+        return self._decoders[-1](text)
 
     def _header(self) -> bytes:
         buf = b""
@@ -238,7 +275,6 @@ def _lenient(raw: dict[str, Any]) -> Event:
             grid=_raw(args, "grid"),
             block=_raw(args, "block"),
             stream=int(_number(args["stream"], 0)) if "stream" in args else None,
-            name=_text(args.get("name")),
             dims=_raw(args, "Input Dims"),
             types=_raw(args, "Input type"),
         )

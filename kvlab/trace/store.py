@@ -9,8 +9,7 @@ import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import attrgetter, gt
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 
 from kvlab.errors import BadInput
 from kvlab.trace.classes import classify
-from kvlab.trace.events import Args, Event, Events
+from kvlab.trace.events import Args, Complete, Event, Events
 from kvlab.trace.stream import chunks
 
 Config = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -132,7 +131,7 @@ def _plain_size(path: Path) -> int:
 
 def build(pieces: Iterable[bytes], name: str) -> Trace:
     """`read` for bytes that are already there; `name` stands for the file in messages."""
-    events = Events(pieces, name)
+    events = Events(pieces, name, brief=True)
     builder = Builder()
     for batch in events:
         builder.add(batch)
@@ -158,9 +157,7 @@ class _Launches(dict):
         return number
 
 
-_ts, _dur, _name, _cat = attrgetter("ts"), attrgetter("dur"), attrgetter("name"), attrgetter("cat")
-_pid, _tid = attrgetter("pid"), attrgetter("tid")
-_args, _corr = attrgetter("args"), attrgetter("correlation")
+_ts = attrgetter("ts")
 
 
 class Builder:
@@ -171,71 +168,87 @@ class Builder:
         self.kernels, self.host = Kernels(), HostEvents()
         self.events = 0
         self.configs[None, None]  # 0: not kept
-        self._shaped: list[bool] = []
+        self._shaped: set[str] = set()
+        self._known = 0
         self._launches = _Launches(self.configs)
+        self._seams: tuple[list[int], list[int]] = [], []
 
     def add(self, batch: list[Event]) -> None:
         """Keep what is needed of a batch."""
         self.events += len(batch)
-        cats = list(map(_cat, batch))
-        self._add_kernels(list(compress(batch, map(GPU.__contains__, cats))))
-        self._add_host(list(compress(batch, map(HOST.__contains__, cats))))
-        if None in cats:
-            # Tools that rewrite traces drop `cat`: a launch shape or a stream says what ran on the GPU.
-            bare = [(e, e.args or _NONE) for e in batch if e.cat is None and e.ph == "X"]
+        timed = [e for e in batch if type(e) is Complete] or [
+            e for e in batch if type(e) is Event and e.ph == "X"
+        ]
+        gpu = [e for e in timed if e.cat in GPU]
+        self._add_kernels(gpu)
+        if len(gpu) == len(timed):
+            return
+        self._add_host([e for e in timed if e.cat in HOST])
+        # Tools that rewrite traces drop `cat`: a launch shape or a stream says what ran on the GPU.
+        if bare := [(e, e.args or _NONE) for e in timed if e.cat is None]:
             self._add_kernels([e for e, a in bare if len(a.grid) or a.stream is not None])
 
     def _add_kernels(self, events: list[Event]) -> None:
         if not events:
             return
-        args = self._add_common(self.kernels, events)
-        names = self.kernels.name[-len(events) :]
-        if len(self._shaped) < len(self.names):
+        args, names = self._add_common(self.kernels, events)
+        if self._known < len(self.names):
             # Launch shapes matter for what may cast a pool alone, and cost the most to keep.
-            new = list(self.names)[len(self._shaped) :]
-            self._shaped += [classify(n).role in ("cast", "fp4") for n in new]
-        config = array("i", bytes(len(events) * names.itemsize))
-        for i in compress(range(len(events)), map(self._shaped.__getitem__, names)):
-            config[i] = self._launches[bytes(args[i].grid), bytes(args[i].block)]
-        self.kernels.config.extend(config)
+            new = list(self.names)[self._known :]
+            self._shaped.update(self.names[n] for n in new if classify(n).role in ("cast", "fp4"))
+            self._known = len(self.names)
+        config = self.kernels.config
+        first = len(config)
+        config.frombytes(bytes(len(events) * config.itemsize))
+        for i in [i for i, name in enumerate(names) if name in self._shaped]:
+            config[first + i] = self._launches[bytes(args[i].grid), bytes(args[i].block)]
 
     def _add_host(self, events: list[Event]) -> None:
         if not events:
             return
         first = len(self.host)
-        args = self._add_common(self.host, events)
-        kinds = list(map(HOST.__getitem__, map(_cat, events)))
+        args, _ = self._add_common(self.host, events)
+        kinds = [HOST[e.cat] for e in events]
         self.host.kind.fromlist(kinds)
         if max(kinds) >= NOTE:
             for i, kind in enumerate(kinds):
                 if kind >= NOTE:
                     self.host.corr[first + i] = _int64([args[i].external])[0]
         # Shapes matter for the casts alone; those of every operator would not fit a bounded memory.
-        for i in compress(range(len(events)), map(_COPIES.__contains__, map(_name, events))):
+        for i in [i for i, e in enumerate(events) if e.name in _COPIES]:
             if len(args[i].dims):
                 self.host.shapes[first + i] = (_plain(args[i].dims), _plain(args[i].types))
 
-    def _add_common(self, columns: Kernels | HostEvents, events: list[Event]) -> list[Args]:
-        """Order the events and append what both kinds have; the events' arguments."""
+    def _add_common(self, columns: Kernels | HostEvents, events: list[Event]) -> tuple[list[Args], list[int]]:
+        """Order the events and append what both kinds have; the events' arguments and names' numbers."""
         events.sort(key=_ts)
-        args = _arguments(events)
+        self.seam(columns)
+        args = [e.args or _NONE for e in events]
+        names = list(map(self.names.__getitem__, [e.name for e in events]))
         # Lists of numbers at once: an array grows by an iterator's items one at a time.
-        columns.start.fromlist(list(map(_ts, events)))
-        columns.dur.fromlist(list(map(_dur, events)))
-        columns.name.fromlist(list(map(self.names.__getitem__, map(_name, events))))
-        columns.corr.extend(_int64(list(map(_corr, args))))
-        pids, tids = list(map(_pid, events)), list(map(_tid, events))
-        if len(set(pids)) == 1:
-            track = {tid: self.tracks[pids[0], tid] for tid in dict.fromkeys(tids)}
-            columns.track.fromlist(list(map(track.__getitem__, tids)))
+        columns.start.fromlist([e.ts for e in events])
+        columns.dur.fromlist([e.dur for e in events])
+        columns.name.fromlist(names)
+        columns.corr.extend(_int64([a.correlation for a in args]))
+        pids, tids = {e.pid for e in events}, {e.tid for e in events}
+        if len(pids) > 1:
+            columns.track.fromlist([self.tracks[e.pid, e.tid] for e in events])
         else:
-            columns.track.fromlist(list(map(self.tracks.__getitem__, zip(pids, tids, strict=True))))
-        return args
+            (pid,) = pids
+            track = {tid: self.tracks[pid, tid] for tid in tids}
+            numbers = [track[e.tid] for e in events] if len(track) > 1 else [*track.values()] * len(events)
+            columns.track.fromlist(numbers)
+        return args, names
+
+    def seam(self, columns: Kernels | HostEvents) -> None:
+        """What is appended to `columns` next is ordered, but may start before the end of what is there."""
+        self._seams[columns is self.host].append(len(columns))
 
     def order(self) -> int:
         """Order what there is by start; the number of events left out because they have no time."""
-        self.kernels, dropped = _clean(self.kernels)
-        self.host, more = _clean(self.host)
+        self.kernels, dropped = _clean(self.kernels, self._seams[0])
+        self.host, more = _clean(self.host, self._seams[1])
+        self._seams = [], []
         return dropped + more
 
     def finish(self, name: str, meta: dict[str, Any], notes: list[str]) -> Trace:
@@ -256,11 +269,6 @@ class Builder:
 
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::to"})
-
-
-def _arguments(events: list[Event]) -> list[Args]:
-    args = list(map(_args, events))
-    return [a or _NONE for a in args] if None in args else args
 
 
 def _plain(raw: msgspec.Raw | bytes) -> Any:
@@ -286,12 +294,15 @@ def _int64(values: list[int]) -> array:
         return array("q", [((int(v) + (1 << 63)) % (1 << 64)) - (1 << 63) for v in values])
 
 
-def _clean(columns: Any) -> tuple[Any, int]:
-    """Columns ordered by start, without events that have no time; negative durations count as none."""
+def _clean(columns: Any, seams: list[int]) -> tuple[Any, int]:
+    """Columns ordered by start, without events that have no time; negative durations count as none.
+
+    `seams`: where the start may be before the one before it.
+    """
     start, dur = columns.start, columns.dur
     timeless = math.isnan(sum(start)) or math.isnan(sum(dur))  # one NaN makes the sum one
     dropped = 0
-    if timeless or not _nearly_ordered(columns):
+    if timeless or not _nearly_ordered(columns, seams):
         order = list(range(len(start)))
         if timeless:
             order = [i for i in order if not (math.isnan(start[i]) or math.isnan(dur[i]))]
@@ -308,29 +319,31 @@ def _clean(columns: Any) -> tuple[Any, int]:
 _NEAR = (16, 4096)
 
 
-def _nearly_ordered(columns: Any) -> bool:
+def _nearly_ordered(columns: Any, seams: list[int]) -> bool:
     """Order the columns by start in place if few events are out of place or none far; whether that did it."""
-    wrong = _wrong(columns.start)
+    start = columns.start
+    wrong = _wrong(start, seams)
     if isinstance(columns, HostEvents) and columns.shapes:
         return not wrong  # the shapes' keys are positions
     for near in _NEAR:
-        if len(wrong) * near > len(columns.start) // 8:
+        if len(wrong) * near > len(start) // 8:
             return not wrong
+        edges = []
         for i in wrong:
-            lo, hi = max(i - near, 0), min(i + near, len(columns.start))
-            order = sorted(range(lo, hi), key=columns.start.__getitem__)
+            lo, hi = max(i - near, 0), min(i + near, len(start))
+            order = sorted(range(lo, hi), key=start.__getitem__)
             for name in columns.__slots__:
                 column = getattr(columns, name)
                 if isinstance(column, array):
-                    column[lo:hi] = array(column.typecode, map(column.__getitem__, order))
-        wrong = _wrong(columns.start)
+                    column[lo:hi] = array(column.typecode, [column[j] for j in order])
+            edges += [lo, hi]
+        wrong = _wrong(start, edges)
     return not wrong
 
 
-def _wrong(start: array) -> list[int]:
-    """The places whose start is before the one before it."""
-    with memoryview(start) as view:
-        return list(compress(range(1, len(view)), map(gt, view[:-1], view[1:])))
+def _wrong(start: array, places: list[int]) -> list[int]:
+    """Those of the places whose start is before the one before it."""
+    return [i for i in places if 0 < i < len(start) and start[i] < start[i - 1]]
 
 
 def _take(columns: Any, order: list[int]) -> Any:
@@ -338,7 +351,7 @@ def _take(columns: Any, order: list[int]) -> Any:
     for column in taken.__slots__:
         old = getattr(columns, column)
         if isinstance(old, array):
-            setattr(taken, column, array(old.typecode, map(old.__getitem__, order)))
+            setattr(taken, column, array(old.typecode, [old[i] for i in order]))
         else:
             new = {i: j for j, i in enumerate(order) if i in old}
             taken.shapes = {new[i]: shape for i, shape in old.items() if i in new}

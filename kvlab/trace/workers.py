@@ -95,7 +95,7 @@ def _bounds(path: Path, size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _stretch(path: Path, lo: int, hi: int) -> tuple[Builder, Events, bool, bool]:
-    events = Events(_pieces(path, lo, hi), str(path), inside=lo > 0)
+    events = Events(_pieces(path, lo, hi), str(path), inside=lo > 0, brief=True)
     builder = Builder()
     for batch in events:
         builder.add(batch)
@@ -150,6 +150,7 @@ def _join(builder: Builder, part: Part) -> None:
     builder.events += part.events
     first = len(builder.host)
     for columns, theirs in ((builder.kernels, part.kernels), (builder.host, part.host)):
+        builder.seam(columns)
         for name in list(theirs):
             mine: array = getattr(columns, name)
             theirs_column = array(mine.typecode)

@@ -98,6 +98,16 @@ def test_any_cut_of_the_bytes_gives_what_json_gives(raws, places, indent, bare, 
     assert events.meta == ({} if bare else meta)
 
 
+@settings(derandomize=True, deadline=None, max_examples=150, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(event, max_size=8), st.lists(st.integers(0, 10**6), max_size=10))
+def test_a_trace_does_not_need_what_brief_leaves_out(raws, places):
+    text = json.dumps({"traceEvents": raws}, ensure_ascii=False).encode()
+    whole = Builder()
+    for batch in Events(cut(text, places), "t"):
+        whole.add(batch)
+    assert columns(build(cut(text, places), "t")) == columns(whole.finish("t", {}, []))
+
+
 @pytest.mark.parametrize("size", [1 << 20, 65536, 977])
 def test_the_recorded_trace_event_for_event(size):
     got, events = collect(TEXT[i : i + size] for i in range(0, len(TEXT), size))

@@ -143,7 +143,7 @@ def test_kernels_of_ours_are_known_as_ours():
     sources = (kernels / "cuda").glob("mla_*.cu")
     cuda = [n for f in sources for n in re.findall(r"(?s)__global__.*?\b(\w*mla_\w+)\(", f.read_text())]
     assert len(triton) > 5
-    assert len(cuda) == 2
+    assert len(cuda) >= 2
     for name in triton + cuda:
         assert classify(name).label.startswith("kvlab: "), name
 

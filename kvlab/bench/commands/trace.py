@@ -57,7 +57,8 @@ def _show(run: "TraceRun") -> None:
         said = str(r.error or r.answer)[:300]
         table.add_row(name, f"{r.seconds:.2f}", f"{r.cpu_seconds:.2f}", f"{r.peak_bytes / 1e6:,.0f}", said)
     out.print(table)
+    one = f" ({run.one_cpu_speedup:.1f} times, of one process)" if run.one_cpu_speedup else ""
     out.print(
-        f"json.load takes {run.speedup:.1f} times as long as read, {run.cpu_speedup:.1f} times the CPU time, "
+        f"json.load takes {run.speedup:.1f} times as long as read, {run.cpu_speedup:.1f} times the CPU{one}, "
         f"which needs {run.memory_share:.0%} of the file's size in memory."
     )
