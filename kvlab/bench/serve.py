@@ -46,6 +46,8 @@ class Asked:
     verify_tokens: int = 16
     ready_seconds: float = 600.0
     load_seconds: float = 1800.0
+    api_key: str | None = None
+    """What the servers take; it is not kept."""
 
     def count(self, concurrency: int) -> int:
         return self.requests or max(2 * concurrency, 4)
@@ -83,14 +85,14 @@ def measure(
     run = ServeRun(
         provenance=collect(env=["CUDA_VISIBLE_DEVICES"]),
         model=_named(model),
-        server_args=list(server_args),
+        server_args=_without(list(server_args), "--api-key"),
         seeded_dummy_weights=is_seeded,
         servers=[],
     )
     # Before minutes are spent: a file that cannot be written is said now.
     if out is not None:
         write(out, run)
-    with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python) as load:
+    with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python, asked.api_key) as load:
         for at in range(0, len(strategies), together):
             group = [
                 _server(model, strategy, server_args, python, port and port + n, Path(folder), is_seeded)
@@ -120,11 +122,11 @@ def measure_url(
     """Load the server that runs at `url`. `model`: its tokenizer; None asks the server."""
     verify.port_of(url)
     url = url.rstrip("/")
-    info = _info(url)
+    info = _info(url, asked.api_key)
     if info is None:
         raise BadInput(f"--url: {url} does not answer as an SGLang server; start it or correct the address")
     path = model or info.get("model_path")
-    with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python) as load:
+    with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python, asked.api_key) as load:
         served = _loaded(Served(strategy="running"), url, path, asked, load, None, Path(folder), say or _mute)
     return ServeRun(
         provenance=collect(),
@@ -327,7 +329,7 @@ def _loaded(
 ) -> Served:
     change = msgspec.structs.replace
     try:
-        checked = verify.measure(url, asked.verify_tokens)
+        checked = verify.measure(url, asked.verify_tokens, asked.api_key)
         served = change(served, step_ms=checked["step_ms"], tokens=checked["tokens"])
         if first is not None:
             served = change(served, same_tokens=checked["tokens"] == first.tokens)
@@ -340,11 +342,12 @@ def _loaded(
             served = change(served, loads=[*served.loads, one])
     except BadInput as e:
         served = change(served, error=str(e))
-    state = ((_info(url) or {}).get("internal_states") or [{}])[0]
-    return change(served, memory=state.get("memory_usage") or {}, patch=_patch_of(url, work))
+    state = ((_info(url, asked.api_key) or {}).get("internal_states") or [{}])[0]
+    patch = _patch_of(url, work, asked.api_key)
+    return change(served, memory=state.get("memory_usage") or {}, patch=patch)
 
 
-def _patch_of(url: str, work: Path) -> dict[str, Any] | None:
+def _patch_of(url: str, work: Path, api_key: str | None) -> dict[str, Any] | None:
     """What the server's first scheduler says in its run file, without what names this host."""
     before = os.environ.get("KVLAB_RUN_DIR")
     # Run files are written every few seconds at most.
@@ -352,7 +355,7 @@ def _patch_of(url: str, work: Path) -> dict[str, Any] | None:
         os.environ["KVLAB_RUN_DIR"] = str(work / "run")
         time.sleep(2.5)
         with contextlib.suppress(BadInput):
-            verify.measure(url, 1)
+            verify.measure(url, 1, api_key)
     try:
         found = verify.local_status(url)
     finally:
@@ -407,8 +410,9 @@ def _line(process: "subprocess.Popen[str]", seconds: float) -> str | None:
 
 
 @contextmanager
-def loader(python: str) -> Iterator[Loader]:
-    """Start it early: it imports while the first server starts."""
+def loader(python: str, api_key: str | None = None) -> Iterator[Loader]:
+    """Start it early: it imports while the first server starts. It reads the key from its environment."""
+    key = {} if api_key is None else {"OPENAI_API_KEY": api_key}
     with tempfile.NamedTemporaryFile(prefix="kvlab-load-", suffix=".log") as errors:
         process = subprocess.Popen(
             [python, "-m", "kvlab.bench.serve_load"],
@@ -416,7 +420,7 @@ def loader(python: str) -> Iterator[Loader]:
             stdout=subprocess.PIPE,
             stderr=errors.file,
             text=True,
-            env={**os.environ, "SGLANG_PLUGINS": "none"},
+            env={**os.environ, "SGLANG_PLUGINS": "none", **key},
         )
         try:
             yield Loader(process, Path(errors.name))
@@ -506,12 +510,12 @@ def _gpu_used() -> int | None:
         return None
 
 
-def _info(url: str) -> dict[str, Any] | None:
+def _info(url: str, api_key: str | None = None) -> dict[str, Any] | None:
     """The server's description of itself; the endpoint's older name is tried too."""
     for name in ("server_info", "get_server_info"):
         with (
             contextlib.suppress(OSError, ValueError),
-            urllib.request.urlopen(f"{url}/{name}", timeout=30) as answer,
+            urllib.request.urlopen(verify.request(f"{url}/{name}", api_key), timeout=30) as answer,
         ):
             found = json.loads(answer.read())
             if isinstance(found, dict):

@@ -62,6 +62,9 @@ def verify(
     save: Annotated[Path | None, typer.Option(help="Write what was measured, for --against later.")] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with what --save wrote before.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
+    api_key: Annotated[
+        str | None, typer.Option(help="The key that the server was started with.", envvar="KVLAB_API_KEY")
+    ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Ask a live server for greedy tokens and its step time; with --against, compare. Exit code 1: tokens
@@ -70,7 +73,7 @@ def verify(
     from kvlab.patch import verify as check
 
     before = check.load(against) if against is not None else None
-    measured = check.measure(url, new_tokens)
+    measured = check.measure(url, new_tokens, api_key)
     if save is not None:
         check.save(save, measured)
     if before is None:

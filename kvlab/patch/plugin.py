@@ -9,7 +9,6 @@ import os
 
 from kvlab.errors import BadInput
 from kvlab.patch import api, policy
-from kvlab.patch.attempt import one_line
 
 
 def register() -> None:
@@ -24,6 +23,8 @@ def register() -> None:
         raise SystemExit(f"kvlab: {e}") from None
     except Exception as e:
         if policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT")):
+            from kvlab.patch.attempt import one_line
+
             raise SystemExit(f"kvlab: KVLAB_PATCH_STRICT: the patch failed to go in: {one_line(e)}") from e
         raise
     left = [s for s in done["sites"] if s["state"] == "left alone"]

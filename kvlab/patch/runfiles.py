@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvlab.patch.attempt import one_line
-from kvlab.patch.runtime import Runtime
+if TYPE_CHECKING:
+    from kvlab.patch.runtime import Runtime
 
 _SECONDS = 2.0
 
@@ -34,7 +34,7 @@ class RunFile:
     one line.
     """
 
-    def __init__(self, status: Callable[[], dict[str, Any]], runtime: Runtime) -> None:
+    def __init__(self, status: Callable[[], dict[str, Any]], runtime: "Runtime") -> None:
         self._status, self._runtime = status, runtime
         self._next = 0.0
         self._pid: int | None = None
@@ -49,6 +49,8 @@ class RunFile:
         try:
             self._write()
         except OSError as e:
+            from kvlab.patch.attempt import one_line
+
             self._is_given_up = True
             self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(e)}")
 

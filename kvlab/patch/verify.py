@@ -25,21 +25,24 @@ def prompts() -> list[list[int]]:
     return [[100 + (n * 31 + i * 17) % 900 for i in range(n)] for n in _LENGTHS]
 
 
-def measure(url: str, new_tokens: int = 32) -> dict[str, Any]:
+def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[str, Any]:
     """`{url, tokens: [[id…]…], step_ms, new_tokens, patch}` of the server at `url`.
 
-    Each prompt is sent three times. The last two find it in the radix cache and must agree; the last one's
-    time, over its new tokens, is the step. Raises BadInput where they do not agree, or no SGLang server
-    answers there.
+    Each prompt is sent three times, to a server of several data-parallel ranks once more for each of them:
+    they take turns, and each has a radix cache of its own. The last two find it there and must agree; the
+    last one's time, over its new tokens, is the step. Raises BadInput where they do not agree, where no
+    SGLang server answers, or not to this `api_key`.
     """
     base = url.rstrip("/")
     tokens, steps = [], []
+    ranks = _dp_size(base, api_key)
     for ids in prompts():
         # The first answer attends to the prompt's own wide rows, later ones to the cache's FP8 rows.
-        _generate(base, ids, new_tokens)
-        first = _generate(base, ids, new_tokens)
+        for _ in range(ranks):
+            _generate(base, ids, new_tokens, api_key)
+        first = _generate(base, ids, new_tokens, api_key)
         start = time.perf_counter()
-        again = _generate(base, ids, new_tokens)
+        again = _generate(base, ids, new_tokens, api_key)
         steps.append((time.perf_counter() - start) * 1e3 / new_tokens)
         tokens.append(again)
         if first != again:
@@ -134,26 +137,50 @@ def port_of(url: str) -> int:
     return port or (443 if parts.scheme == "https" else 80)
 
 
-def _generate(base: str, ids: list[int], new_tokens: int) -> list[int]:
+def _dp_size(base: str, api_key: str | None) -> int:
+    """Data-parallel ranks of the server as it says itself; 1 where it does not say."""
+    for name in ("server_info", "get_server_info"):
+        try:
+            with urllib.request.urlopen(request(f"{base}/{name}", api_key), timeout=30) as answer:
+                found = json.loads(answer.read())
+        except (OSError, ValueError):
+            continue
+        size = found.get("dp_size") if isinstance(found, dict) else None
+        return size if isinstance(size, int) and size > 0 else 1
+    return 1
+
+
+def request(url: str, api_key: str | None, body: dict[str, Any] | None = None) -> urllib.request.Request:
+    """A request to a server, a POST where it has a `body`."""
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return urllib.request.Request(
+        url, data=None if body is None else json.dumps(body).encode(), headers=headers
+    )
+
+
+def _generate(base: str, ids: list[int], new_tokens: int, api_key: str | None) -> list[int]:
     asked = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
     }
-    answer = _post(f"{base}/generate", asked)
+    answer = _post(f"{base}/generate", asked, api_key)
     found = answer.get("output_ids") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(isinstance(t, int) for t in found):
         raise BadInput(f"--url: {base}/generate answered without output_ids; it must be an SGLang server")
     return found
 
 
-def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
+def _post(url: str, body: dict[str, Any], api_key: str | None) -> Any:
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+        with urllib.request.urlopen(request(url, api_key, body), timeout=_TIMEOUT) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as e:
+        e.close()
+        if e.code in (401, 403):
+            wrong = "asks for the key that it was started with" if api_key is None else "takes another key"
+            raise BadInput(f"--api-key: {url} {wrong}; give that one") from None
         raise BadInput(
             f"--url: {url} answered {e.code}; it must be an SGLang server with /generate"
         ) from None

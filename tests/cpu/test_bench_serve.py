@@ -94,7 +94,8 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     run = serve.measure(
         model,
         ["off", "control_bf16", "exact"],
-        serve.Asked([2], 8, 4, 2),
+        serve.Asked([2], 8, 4, 2, api_key="secret"),
+        server_args=["--api-key", "secret", "--tp", "1"],
         together=2,
         apart=0.1,
         then=up,
@@ -102,6 +103,8 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     assert [s.strategy for s in run.servers] == ["off", "control_bf16", "exact"]
     # The second of a group runs while the first is loaded; the first has ended when the second is.
     assert seen == [["off", "off", "control_bf16"], ["control_bf16", "control_bf16"]]
+    assert run.server_args == ["--tp", "1"]
+    assert "secret" not in repr(run.provenance)
     assert [s.gpu_peak_bytes for s in run.servers] == [None, None, None]
     assert [bool(s.loads) for s in run.servers] == [True, True, False]
     assert run.servers[2].error == "did not come up: RuntimeError: no memory for the pool"

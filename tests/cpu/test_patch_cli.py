@@ -176,6 +176,12 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     shift = 0
     is_random = False
+    key = None
+    ranks = 1
+    turn = 0
+
+    def do_GET(self):
+        self.answer({"dp_size": type(self).ranks} if self.path == "/server_info" else {})
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -186,8 +192,18 @@ class Server(http.server.BaseHTTPRequestHandler):
             out[3] += type(self).shift
         if type(self).is_random:
             out[0] = type(self).counter = getattr(type(self), "counter", 0) + 1
-        body = json.dumps({"output_ids": out, "text": ""}).encode()
-        self.send_response(200)
+        if type(self).ranks > 1:
+            # Ranks take turns, and one that has not seen a prompt answers from its wide rows.
+            type(self).turn += 1
+            seen = type(self).seen[type(self).turn % type(self).ranks]
+            out[1] += len(ids) not in seen
+            seen.add(len(ids))
+        self.answer({"output_ids": out, "text": ""})
+
+    def answer(self, found):
+        body = json.dumps(found).encode()
+        right = type(self).key is None or self.headers["Authorization"] == f"Bearer {type(self).key}"
+        self.send_response(200 if right else 401)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -225,6 +241,26 @@ def test_verify_before_and_after(server, sglang, tmp_path, run):
     other = run(sglang, "patch", "verify", "--url", url, "--against", str(saved), "--json")
     assert other.returncode == 1
     assert json.loads(other.stdout)["first_difference"] == [2, 3]
+
+
+def test_verify_gives_the_key(server, tmp_path, monkeypatch, sglang, run):
+    url, kind = server
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    kind.key = "secret"
+    assert len(verify.measure(url, 4, "secret")["tokens"]) == 4
+    with pytest.raises(BadInput, match=r"--api-key: .* asks for the key that it was started with"):
+        verify.measure(url, 4)
+    monkeypatch.setenv("KVLAB_API_KEY", "other")
+    done = run(sglang, "patch", "verify", "--url", url)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "takes another key" in done.stderr
+
+
+def test_verify_lets_every_data_parallel_rank_see_a_prompt_first(server, tmp_path, monkeypatch):
+    url, kind = server
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    kind.ranks, kind.seen = 3, [set(), set(), set()]
+    assert len(verify.measure(url, 4)["tokens"]) == 4
 
 
 def test_verify_refuses_what_cannot_be_compared(server, tmp_path, monkeypatch):

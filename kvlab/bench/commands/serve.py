@@ -37,6 +37,10 @@ def serve(
         int,
         typer.Option(min=1, help="Servers that start side by side on the same GPUs; loaded one by one."),
     ] = 1,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The key that the servers take; it is not kept.", envvar="KVLAB_API_KEY"),
+    ] = None,
     ready_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
     join: Annotated[
         list[Path] | None,
@@ -65,6 +69,7 @@ def serve(
             output_tokens,
             requests,
             ready_seconds=ready_seconds,
+            api_key=api_key,
         )
         say = (lambda _: None) if json else (lambda line: typer.echo(line, err=True))
         if join or url is not None:
