@@ -3,6 +3,7 @@
     python tests/gpu/prove_patch.py run OUT.json --strategy stock [--backend fa3] [--page-size 64] …
     python tests/gpu/prove_patch.py errors OUT.json
     python tests/gpu/prove_patch.py compare [--across] STOCK.json PATCHED.json …
+    python tests/gpu/prove_patch.py across OUT.json RUN.json …
     python tests/gpu/prove_patch.py collect FOLDER OUT_FOLDER
     python tests/gpu/prove_patch.py engine FOLDER [--tp 1]
 
@@ -15,6 +16,7 @@ timing (kvlab.bench.tuned): `compare` takes runs of equal picks; `--block` shows
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -57,6 +59,9 @@ def main() -> int:
     compare.add_argument("--across", action="store_true", help="also runs whose Inductor picks differ")
     compare.add_argument("stock", type=Path)
     compare.add_argument("patched", type=Path, nargs="+")
+    across = commands.add_parser("across")
+    across.add_argument("out", type=Path)
+    across.add_argument("runs", type=Path, nargs="+")
     collect = commands.add_parser("collect")
     collect.add_argument("folder", type=Path)
     collect.add_argument("out", type=Path)
@@ -68,6 +73,7 @@ def main() -> int:
         "run": run_one,
         "errors": errors,
         "compare": compare_all,
+        "across": across_all,
         "collect": collect_all,
         "engine": through_engine,
     }
@@ -442,6 +448,31 @@ def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
         "tokens": sum(len(t) for s in stock["identity"].values() for t in s["tokens"]),
         "steps": sum(len(s["logits"]) for s in stock["identity"].values()),
     }
+
+
+def across_all(asked: argparse.Namespace) -> int:
+    """What the 16 prompts gave where machines or picks differ: each step's hash, and where pairs part."""
+    runs = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in asked.runs}
+    for run in runs.values():
+        run["identity"] = {"together": run["identity"]["together"]}
+    told = [
+        {
+            "name": name,
+            "case": run["case"],
+            **{k: run["processes"][0].get(k) for k in ("tuned", "device", "provenance")},
+            "logits": run["identity"]["together"]["logits"],
+        }
+        for name, run in runs.items()
+    ]
+    pairs = [
+        {"runs": [a, b], **{k: v for k, v in verdict(runs[a], runs[b]).items() if k != "case"}}
+        for a, b in itertools.combinations(runs, 2)
+    ]
+    newest = max((t["provenance"] for t in told), key=lambda p: p["date"])
+    whole = {"provenance": newest, "runs": told, "compared": pairs}
+    asked.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps([{k: p[k] for k in ("runs", "identical", "differ")} for p in pairs], indent=1))
+    return 0
 
 
 def collect_all(asked: argparse.Namespace) -> int:
