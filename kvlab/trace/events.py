@@ -9,7 +9,7 @@ second try.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar, Literal, Union
 
 import msgspec
 
@@ -49,11 +49,28 @@ class Event(msgspec.Struct, gc=False):
     args: Args | None = None
 
 
+# The profiler's categories: a name that is known need not be made anew for each event.
+_Category = Literal[
+    "kernel",
+    "gpu_memcpy",
+    "gpu_memset",
+    "gpu_user_annotation",
+    "user_annotation",
+    "cpu_op",
+    "python_function",
+    "cuda_runtime",
+    "cuda_driver",
+    "cuda_sync",
+    "overhead",
+    "Trace",
+]
+
+
 class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     """An Event that takes time, as all do that a trace is made of: what `brief` reads them as."""
 
     ph: ClassVar[str] = "X"
-    cat: str | None = None
+    cat: _Category | None = None
     name: str = ""
     pid: int | str = -1
     tid: int | str = -1

@@ -229,7 +229,11 @@ class Builder:
         columns.start.fromlist([e.ts for e in events])
         columns.dur.fromlist([e.dur for e in events])
         columns.name.fromlist(names)
-        columns.corr.extend(_int64([a.correlation for a in args]))
+        corr = [a.correlation for a in args]
+        try:
+            columns.corr.fromlist(corr)
+        except (OverflowError, TypeError):
+            columns.corr.extend(_int64(corr))
         pids, tids = {e.pid for e in events}, {e.tid for e in events}
         if len(pids) > 1:
             columns.track.fromlist([self.tracks[e.pid, e.tid] for e in events])
