@@ -28,7 +28,7 @@ import msgspec
 from kvlab.bench.serve_results import Load, Served, ServeRun
 from kvlab.errors import BadInput
 from kvlab.patch import policy, verify
-from kvlab.provenance import collect
+from kvlab.provenance import Provenance, collect
 
 CONTROL = "control_bf16"
 STRATEGIES = (*policy.CHOICES, CONTROL)
@@ -83,7 +83,7 @@ def measure(
         raise BadInput(f"--model-path: {model} has no config.json; name a model's folder")
     is_seeded = not any(model.glob("*.safetensors"))
     run = ServeRun(
-        provenance=collect(env=["CUDA_VISIBLE_DEVICES"]),
+        provenance=_where(asked.api_key),
         model=_named(model),
         server_args=_without(list(server_args), "--api-key"),
         seeded_dummy_weights=is_seeded,
@@ -129,7 +129,7 @@ def measure_url(
     with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python, asked.api_key) as load:
         served = _loaded(Served(strategy="running"), url, path, asked, load, None, Path(folder), say or _mute)
     return ServeRun(
-        provenance=collect(),
+        provenance=_where(asked.api_key),
         model=Path(path).name if path else url,
         server_args=[],
         seeded_dummy_weights=False,
@@ -166,6 +166,14 @@ def joined(paths: Sequence[Path]) -> ServeRun:
         for n, s in enumerate(servers)
     ]
     return msgspec.structs.replace(first, servers=again)
+
+
+def _where(api_key: str | None) -> Provenance:
+    """Provenance, the key left out of the command."""
+    found = collect(env=["CUDA_VISIBLE_DEVICES"])
+    if not api_key:
+        return found
+    return msgspec.structs.replace(found, command=found.command.replace(api_key, "KEY"))
 
 
 def _mute(_: str) -> None:

@@ -136,8 +136,9 @@ def test_a_running_server_is_loaded_by_its_address(model):
             until = time.perf_counter() + 30
             while not serve._answers(url) and time.perf_counter() < until:
                 time.sleep(0.1)
-            done = run("--url", url, "--json", *SHORT)
+            done = run("--url", url, "--json", "--api-key", "s3cret", *SHORT)
             assert done.returncode == 0, done.stderr
+            assert "s3cret" not in done.stdout + done.stderr
             (only,) = json.loads(done.stdout)["servers"]
             assert [one["completed"] for one in only["loads"]] == [3]
         finally:
