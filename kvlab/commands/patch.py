@@ -1,6 +1,7 @@
 """`kvlab patch`: what the patch does here or in a running server, whether that server still answers alike."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,14 +38,18 @@ def status(
         found = here()
         _print(found, as_json, _words)
         return
-    from kvlab.patch.runfiles import run_dir, running
-    from kvlab.patch.verify import port_of
+    from kvlab.patch.runfiles import run_dirs, running
+    from kvlab.patch.verify import is_here, port_of
 
-    processes = running(port_of(url))
+    port = port_of(url)
+    if not is_here(url):
+        raise BadInput(f"--url: {url} is not on this host, and its status files are where it is; ask there")
+    processes = running(port)
     if not processes:
+        places = " or ".join(map(str, run_dirs()))
         raise BadInput(
-            f"--url: no patched scheduler of {url} has written to {run_dir()}; it runs unpatched, on "
-            "another host, as another user, or with another KVLAB_RUN_DIR"
+            f"--url: no patched scheduler of {url} has written to {places}; it runs unpatched, in another "
+            "container, as another user, or with another KVLAB_RUN_DIR"
         )
     _print(merged(processes), as_json, _words)
 
@@ -86,24 +91,26 @@ def verify(
 
 
 def merged(processes: list[dict[str, Any]]) -> dict[str, Any]:
-    """One status of all the server's processes: counters summed, sites as the first says, ranks listed."""
+    """One status of all the server's processes: counters summed, sites as the first says, and each rank."""
     first = processes[0]
-    calls: dict[str, dict[str, int]] = {}
-    fallbacks: dict[str, int] = {}
+    calls: dict[str, Counter[str]] = {}
+    fallbacks: Counter[str] = Counter()
+    writes: Counter[str] = Counter()
     for p in processes:
         for site, its in p["counters"]["calls"].items():
-            for strategy, n in its.items():
-                calls.setdefault(site, {})[strategy] = calls.get(site, {}).get(strategy, 0) + n
-        for reason, n in p["counters"]["fallbacks"].items():
-            fallbacks[reason] = fallbacks.get(reason, 0) + n
+            calls.setdefault(site, Counter()).update(its)
+        fallbacks.update(p["counters"]["fallbacks"])
+        writes.update(p["counters"].get("kv_writes", {}))
+    of_rank = ("strategy", "chosen", "scratch_bytes", "note")
     return {
         **{k: first[k] for k in ("sglang", "sites", "strategy", "chosen", "note")},
         "counters": {
             "calls": calls,
             "fallbacks": fallbacks,
             "bytes_avoided": sum(p["counters"]["bytes_avoided"] for p in processes),
+            "kv_writes": writes,
         },
-        "ranks": [{"pid": p["pid"], **p["server"], "scratch_bytes": p["scratch_bytes"]} for p in processes],
+        "ranks": [{"pid": p["pid"], **p["server"], **{k: p[k] for k in of_rank}} for p in processes],
     }
 
 
@@ -126,6 +133,12 @@ def _words(found: dict[str, Any]) -> str:
         lines.append(f"  {counters['bytes_avoided'] / 1e9:,.1f} GB of casts avoided")
     if found["note"]:
         lines.append(f"  {found['note']}")
+    ranks = found.get("ranks", [])
+    for rank in ranks[1:]:
+        # They are asked to be alike; one that is not says so.
+        if (rank["strategy"], rank["chosen"]) != (ranks[0]["strategy"], ranks[0]["chosen"]):
+            how = ", ".join(f"{site} {c['strategy']}" for site, c in rank["chosen"].items())
+            lines.append(f"  unlike the first, scheduler {rank['pid']}: {rank['strategy']}; {how}")
     return "\n".join(lines)
 
 

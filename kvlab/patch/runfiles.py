@@ -1,8 +1,9 @@
 """How does somebody outside see what a running server's patch does? A small file for each scheduler process.
 
 `<run dir>/<pid>.json`, rewritten whole at most every few seconds and when something happens. The run
-directory is $KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory. A file
-tells its server's port; the files of processes that are gone are ignored and swept.
+directory is $KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory; a
+reader looks in both of these, since a service has no XDG_RUNTIME_DIR where its operator's shell has one. A
+file tells its server's port; the files of processes that are gone are ignored and swept.
 """
 
 import atexit
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 _SECONDS = 2.0
 
 
-def run_dir() -> Path:
+def run_dirs() -> list[Path]:
+    """Where a scheduler of this user may have written; the first is where this process would."""
     if chosen := os.environ.get("KVLAB_RUN_DIR"):
-        return Path(chosen)
-    if base := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(base) / "kvlab"
-    return Path(tempfile.gettempdir()) / f"kvlab-{os.getuid()}"
+        return [Path(chosen)]
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    shared = Path(tempfile.gettempdir()) / f"kvlab-{os.getuid()}"
+    found = [Path(base) / "kvlab", shared]
+    return found if os.environ.get("XDG_RUNTIME_DIR") else found[::-1]
 
 
 class RunFile:
@@ -55,7 +58,7 @@ class RunFile:
             self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(e)}")
 
     def _write(self) -> None:
-        folder = run_dir()
+        folder = run_dirs()[0]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(str(folder))
@@ -81,7 +84,7 @@ def _forget(path: Path, pid: int) -> None:
 def running(port: int | None = None) -> list[dict[str, Any]]:
     """What the live schedulers of the server on `port`, or of all servers, say of themselves."""
     found = []
-    for path in sorted(run_dir().glob("*.json")):
+    for path in sorted(path for folder in run_dirs() if _is_mine(folder) for path in folder.glob("*.json")):
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             pid, started, port_of = said["pid"], said["started"], said["server"].get("port")
@@ -96,6 +99,14 @@ def running(port: int | None = None) -> list[dict[str, Any]]:
     return sorted(
         found, key=lambda s: tuple(s["server"].get(n) or 0 for n in ("dp_rank", "pp_rank", "tp_rank"))
     )
+
+
+def _is_mine(folder: Path) -> bool:
+    """What another user put where ours would be says nothing."""
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def _started(pid: int) -> str:

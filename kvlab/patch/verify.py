@@ -5,13 +5,16 @@ Prompts go one after another, so that the batch composition is the same in both 
 and another batch is another rounding.
 """
 
+import contextlib
 import json
+import socket
 import statistics
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvlab.errors import BadInput
 
@@ -119,14 +122,26 @@ def local_status(url: str) -> dict[str, Any] | None:
     """What the server's processes say of the patch, where they run on this host."""
     from kvlab.patch.runfiles import running
 
-    found = running(port_of(url))
+    port = port_of(url)
+    found = running(port) if is_here(url) else []
     return found[0] if found else None
 
 
-def port_of(url: str) -> int:
-    """The port of a server on this host; raises BadInput for another host's, whose run files are not here."""
-    from urllib.parse import urlsplit
+def is_here(url: str) -> bool:
+    """Is that a name or address of this host? One that can be bound is."""
+    try:
+        addresses = socket.getaddrinfo(urlsplit(url).hostname, 0, type=socket.SOCK_DGRAM)
+    except (OSError, ValueError):
+        return False
+    for family, kind, _, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as one:
+            one.bind(address)
+            return True
+    return False
 
+
+def port_of(url: str) -> int:
+    """The port in a server's address; raises BadInput for what is none."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -326,6 +326,51 @@ def test_status_of_a_server_that_wrote_nothing(sglang, run):
     assert "it runs unpatched" in done.stderr
 
 
+def test_status_names_the_rank_that_is_unlike_the_first(sglang, run):
+    run_dir = sglang / "run"
+    run_dir.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        chosen = {"fa3.decode": {"strategy": "stock", "reason": "not shadow: no"}}
+        for pid, changes in (
+            (os.getpid(), {"server": {"port": 30000, "tp_rank": 0}}),
+            (other.pid, {"server": {"port": 30000, "tp_rank": 1}, "chosen": chosen}),
+        ):
+            (run_dir / f"{pid}.json").write_text(json.dumps(said(pid, **changes)), encoding="utf-8")
+        words = run(sglang, "patch", "status", "--url", "http://localhost:30000").stdout
+        other.communicate(b"\n")
+    assert f"unlike the first, scheduler {other.pid}: exact; fa3.decode stock" in words
+
+
+def test_status_of_another_host_is_not_answered_from_this_one(sglang, run):
+    (sglang / "run").mkdir()
+    text = json.dumps(said(os.getpid()))
+    (sglang / "run" / f"{os.getpid()}.json").write_text(text, encoding="utf-8")
+    # TEST-NET-1: nobody's address.
+    done = run(sglang, "patch", "status", "--url", "http://192.0.2.1:30000")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is not on this host" in done.stderr
+    assert verify.local_status("http://192.0.2.1:30000") is None
+    assert verify.local_status("http://127.0.0.1:30000")["pid"] == os.getpid()
+
+
+def test_a_service_without_a_runtime_dir_is_found_from_a_shell_with_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVLAB_RUN_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    there = runfiles.run_dirs()[0]
+    assert there == tmp_path / f"kvlab-{os.getuid()}"
+    there.mkdir()
+    (there / f"{os.getpid()}.json").write_text(json.dumps(said(os.getpid())), encoding="utf-8")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "shell"))
+    assert runfiles.run_dirs()[0] == tmp_path / "shell" / "kvlab"
+    assert [s["pid"] for s in runfiles.running(30000)] == [os.getpid()]
+    # A folder of somebody else's, where ours would be, is not read.
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    there.rename(tmp_path / f"kvlab-{os.getuid()}")
+    assert runfiles.running(30000) == []
+
+
 def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch, caplog):
     from kvlab.patch.runtime import Runtime
 
