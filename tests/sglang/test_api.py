@@ -7,18 +7,21 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from rig import environment, probe, world
 from rig.world import ForwardMode, Shape, World, fa3, flashinfer_mla
 
+import kvlab
 from kvlab import patch
 from kvlab.patch import api, plugin, runfiles, spawn
 
@@ -168,11 +171,11 @@ def test_sglang_s_targets_are_recognised_by_their_module(monkeypatch):
     assert popen is not None
 
 
-def in_fresh_process(code, **env):
+def in_fresh_process(code, *arguments, **env):
     """stdout's last line, as JSON, of `code` in a new interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(probe.RIG.parent), **env}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -195,6 +198,58 @@ if {backend}:
     from rig.world import fa3, flashinfer_mla
 print(json.dumps([kvlab.patch.status(), late, early]))
 """
+
+
+UNINSTALLED = """
+from rig import environment
+import json, pathlib, shutil, sys
+import torch
+import kvlab
+from kvlab import patch
+from rig.world import ForwardMode, World
+
+folder = pathlib.Path(kvlab.__file__).parent
+assert folder.parent == pathlib.Path(sys.argv[1]), folder
+patch.apply("exact")
+its = World("flashinfer_mla", max_bs=2, slots=8192).fill()
+its.allot(0, 5)
+shutil.rmtree(folder)
+
+def step():
+    batch = its.batch(ForwardMode.DECODE, [5])
+    its.plan(batch)
+    tensors = its.tensors(batch)
+    got = its.attend(batch, "decode", tensors)
+    with its.unpatched():
+        return torch.equal(got, its.attend(batch, "decode", tensors))
+
+same = [step()]
+strategies = patch.api._patch.runtime.strategies
+def breaks(*_):
+    raise RuntimeError("no")
+strategies["shadow"].cast = breaks
+same += [step(), step()]
+counters = patch.status()["counters"]
+patch.remove()
+print(json.dumps([same, counters["calls"], counters["fallbacks"], patch.status()["strategy"]]))
+"""
+
+
+def test_uninstalled_while_it_serves(tmp_path):
+    """`pip uninstall` takes the files away under a running scheduler: it serves on until a restart."""
+    folder = Path(kvlab.__file__).parent
+    shutil.copytree(folder, tmp_path / "kvlab", ignore=shutil.ignore_patterns("__pycache__", "_data"))
+    path = os.pathsep.join([str(tmp_path), str(probe.RIG.parent)])
+    code, (same, calls, fallbacks, strategy) = in_fresh_process(
+        UNINSTALLED, str(tmp_path), PYTHONPATH=path, PYTHONSAFEPATH="1"
+    )
+    assert code == 0
+    assert same == [True] * 3
+    # Where the strategy breaks then, the next one or stock still serves.
+    assert sum(calls["flashinfer_mla.decode"].values()) == 3
+    assert calls["flashinfer_mla.decode"]["shadow"] == 1
+    assert fallbacks == {"shadow failed": 1}
+    assert strategy == "off"
 
 
 @pytest.mark.skipif(not HAS_PLUGINS, reason="plugins came with 0.5.11")
