@@ -128,6 +128,7 @@ CASES: dict[str, Case] = {
     "fault_scratch": _fault("no_scratch"),
     "fault_half": _fault("half_applied"),
     "fault_removed": _fault("removed_while_serving", trigger=True),
+    "fault_another": _fault("another_while_serving", trigger=True),
     # So large a pool that one BF16 layer of it does not fit beside it: stock could not serve it at all.
     "no_room": Case({}, NO_ROOM, "off"),
     "no_room_off": Case(OFF, NO_ROOM),

@@ -139,13 +139,21 @@ def half_applied() -> None:
 
 def removed_while_serving() -> None:
     """`patch.remove()` in the scheduler when the trigger file appears."""
+    _when_triggered(lambda patch: patch.remove())
 
+
+def another_while_serving() -> None:
+    """Another strategy in the place of the first: captured graphs go on with what the first one holds."""
+    _when_triggered(lambda patch: patch.apply("gather"))
+
+
+def _when_triggered(does: Any) -> None:
     def wait() -> None:
         from kvlab import patch
 
         while not _trigger().exists():
             time.sleep(0.05)
-        patch.remove()
+        does(patch)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -167,5 +175,6 @@ FAULTS = {
         no_scratch,
         half_applied,
         removed_while_serving,
+        another_while_serving,
     )
 }
