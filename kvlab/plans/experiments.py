@@ -205,6 +205,9 @@ class InPlace:
     def refusal(self, facts: Facts) -> str | None:
         return None
 
+    def note(self, facts: Facts) -> str | None:
+        return None
+
     def enter(self, call: Call) -> None:
         return
 
