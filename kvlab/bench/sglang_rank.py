@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kvlab.bench.step import GRAPH_STEPS
 from kvlab.errors import BadInput
 
 # Rows filled at a time: 19 MB of BF16.
@@ -280,13 +281,14 @@ def fill(buffers: Sequence[torch.Tensor], slots: torch.Tensor, dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds a step; `replay`: of the step's captured graph alone, None where there is none; `host`:
-    until the host had queued it.
+    """Milliseconds a step. Of its captured graph, None where there is none: `graph` within waited steps,
+    `replay` back to back. `host`: until the host had queued the step.
     """
 
     median: float
     low: float
     high: float
+    graph: float | None
     replay: float | None
     host: float
     steps: int
@@ -310,7 +312,33 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Tim
     times.sort()
     quarter = len(times) // 4
     host, middle = statistics.median(hosts), statistics.median(times)
-    return Timed(middle, times[quarter], times[-1 - quarter], _replayed(rank), host, len(times))
+    of_graph = _graph_of_steps(rank, batch), _replayed(rank)
+    return Timed(middle, times[quarter], times[-1 - quarter], *of_graph, host, len(times))
+
+
+def _graph_of_steps(rank: Rank, batch: Batch) -> float | None:
+    """Of GRAPH_STEPS more waited steps: the captured graph between two events, the median."""
+    backend = getattr(getattr(rank.runner, "decode_cuda_graph_runner", None), "backend", None)
+    if not getattr(backend, "_graphs", None):
+        return None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay = backend.replay
+
+    def between(*args: Any, **kwargs: Any) -> Any:
+        start.record()
+        result = replay(*args, **kwargs)
+        end.record()
+        return result
+
+    times = []
+    backend.replay = between
+    try:
+        for _ in range(GRAPH_STEPS):
+            rank.decode(batch)
+            times.append(start.elapsed_time(end))
+    finally:
+        del backend.replay
+    return statistics.median(times)
 
 
 def _replayed(rank: Rank, times: int = 16) -> float | None:

@@ -17,8 +17,8 @@ from kvlab import dummy, models
 from kvlab.bench.step_results import STRATEGIES, StepRun, merge, read, write
 from kvlab.errors import BadInput
 
-# Steps decoded at each point: warm-up, timed.
-WARM_UP, STEPS = 8, 32
+# Steps decoded at each point: warm-up, timed, and those whose graph alone is timed.
+WARM_UP, STEPS, GRAPH_STEPS = 8, 32, 12
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def control_pool(plan: Plan, pool: int) -> int:
 
     Its step does not depend on the pool, and a BF16 row takes twice the memory.
     """
-    tokens = WARM_UP + plan.steps + 2 + plan.page_size
+    tokens = WARM_UP + plan.steps + GRAPH_STEPS + 2 + plan.page_size
     needs = [b * (c + tokens) for b in plan.batches for c in plan.contexts]
     fit = [n for n in needs if n <= pool]
     unit = max(1024, plan.page_size)

@@ -10,7 +10,7 @@ import msgspec
 
 from kvlab import provenance
 from kvlab.bench import step_results, tuned
-from kvlab.bench.step import WARM_UP, Child
+from kvlab.bench.step import GRAPH_STEPS, WARM_UP, Child
 from kvlab.bench.step_results import Process, Step, StepRun
 from kvlab.provenance import Provenance
 
@@ -68,7 +68,7 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
         "step_ms": None,
         "captured_bytes": rank.memory["captured"]["device_used"],
     }
-    reason = rank.fits(batch, context, WARM_UP + child.steps)
+    reason = rank.fits(batch, context, WARM_UP + child.steps + GRAPH_STEPS)
     if reason:
         return Step(**known, reason=reason)
     try:
@@ -83,6 +83,7 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
         low_ms=found.low,
         high_ms=found.high,
         replay_ms=found.replay,
+        graph_ms=found.graph,
         host_ms=found.host,
         steps=found.steps,
         served=served(),

@@ -44,8 +44,9 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One decode step. `step_ms`: the median of `steps` steps, each waited for, as SGLang's one_batch times;
     `low_ms` and `high_ms` are their quartiles. `replay_ms`: the step's captured graph alone, replayed back to
-    back: the GPU's part, which is all that counts where a server prepares the next step meanwhile. `host_ms`:
-    until the host had queued the step. None where the point was not measured: `reason` says why.
+    back: the GPU's part, which is all that counts where a server prepares the next step meanwhile.
+    `graph_ms`: that graph within waited steps. `host_ms`: until the host had queued the step. None where the
+    point was not measured: `reason` says why.
 
     `context`: tokens of each request before the first decoded one. `process`: index into `processes`.
     """
@@ -65,6 +66,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     low_ms: float | None = None
     high_ms: float | None = None
     replay_ms: float | None = None
+    graph_ms: float | None = None
     host_ms: float | None = None
     steps: int = 0
     served: dict[str, str] = {}

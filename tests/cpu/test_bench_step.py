@@ -74,7 +74,7 @@ def test_a_plan_is_one_process_a_strategy_and_pool(tmp_path):
 def test_the_control_holds_what_the_fp8_pool_holds(pool, batches, contexts, page_size):
     plan = Plan(batches=tuple(batches), contexts=tuple(contexts), page_size=page_size)
     slots = step.control_pool(plan, pool)
-    steps = step.WARM_UP + plan.steps
+    steps = step.WARM_UP + plan.steps + step.GRAPH_STEPS
 
     def held(batch, context, size):
         return batch * -(-(context + steps + 1) // page_size) * page_size <= size
