@@ -5,6 +5,7 @@ that thread is its origin. Under graph replay there is one launch for all kernel
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,11 +44,10 @@ def origins(trace: Trace, rank: Rank, kernels: Sequence[int]) -> dict[int, Origi
     """The origin of each kernel index, in one pass over the host events; without a launch it is left out."""
     k, host = rank.kernels, rank.host
     launched = launches(rank, {k.corr[i] for i in kernels if k.corr[i] > 0})
-    shared: dict[int, int] = {}
-    for corr in k.corr:
-        if corr in launched:
-            shared[corr] = shared.get(corr, 0) + 1
+    shared = Counter(k.corr) if launched else Counter()
     wanted = {e for c, e in launched.items() if shared[c] == 1}
+    if not wanted:
+        return {}
     stacks: dict[int, list[int]] = {}
     at: dict[int, Origin] = {}
     for i in range(len(host)):

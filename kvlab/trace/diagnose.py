@@ -6,8 +6,10 @@ kernel, each launch of one shape and one duration, and far larger than anything 
 
 import re
 import statistics
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -78,10 +80,9 @@ def layer_count(trace: Trace, rank: Rank, steps: Sequence[Step]) -> int | None:
     attention = attention_names(trace, rank)
     time: dict[int, float] = defaultdict(float)
     count: Counter[int] = Counter()
-    for i in _indices(steps):
-        name = rank.kernels.name[i]
+    for name, dur in _columns(steps, rank.kernels.name, rank.kernels.dur):
         if name in attention:
-            time[name] += rank.kernels.dur[i]
+            time[name] += dur
             count[name] += 1
     return round(count[max(time, key=time.__getitem__)] / len(steps)) or None if time else None
 
@@ -109,9 +110,10 @@ def kv_cast(
     return max(found, key=lambda c: c.ms_per_step, default=None)
 
 
-def _indices(steps: Sequence[Step]) -> Iterator[int]:
+def _columns(steps: Sequence[Step], *columns: array) -> Iterator[tuple[Any, ...]]:
+    """The columns' values, kernel by kernel of the steps."""
     for step in steps:
-        yield from range(step.lo, step.hi)
+        yield from zip(*(column[step.lo : step.hi] for column in columns), strict=True)
 
 
 def _candidates(
@@ -121,9 +123,9 @@ def _candidates(
     k = rank.kernels
     casts = {i for i in set(k.name) if classify(trace.names[i]).role in ("cast", "fp4")}
     found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for i in _indices(steps) if casts else ():
-        if k.name[i] in casts:
-            found[k.name[i]][k.config[i]].append(k.dur[i])
+    for name, config, dur in _columns(steps, k.name, k.config, k.dur) if casts else ():
+        if name in casts:
+            found[name][config].append(dur)
     each = (layers or 1) * len(steps)
     least = (layers or _LEAST_LAYERS) * len(steps)
     whole = {
@@ -139,8 +141,8 @@ def _before_attention(trace: Trace, rank: Rank, steps: Sequence[Step], name: int
     attention = attention_names(trace, rank)
     hit = total = 0
     for step in steps:
-        for i in range(step.lo, step.hi):
-            if k.name[i] == name and k.config[i] in configs:
+        for i in [i for i, n in enumerate(k.name[step.lo : step.hi], step.lo) if n == name]:
+            if k.config[i] in configs:
                 total += 1
                 after = (n for n in k.name[i + 1 : min(i + 1 + 4 * _NEAR, step.hi)] if n != name)
                 hit += any(n in attention for n, _ in zip(after, range(_NEAR), strict=False))
@@ -268,7 +270,8 @@ def _launched_from(
     from kvlab.trace.attribute import origins
 
     k = rank.kernels
-    some = next((i for i in _indices(steps) if k.name[i] == name and k.config[i] in configs), None)
+    every = (i for step in steps for i in range(step.lo, step.hi))
+    some = next((i for i in every if k.name[i] == name and k.config[i] in configs), None)
     found = origins(trace, rank, [some]) if some is not None else {}
     if not found:
         return []

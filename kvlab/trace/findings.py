@@ -11,7 +11,7 @@ import msgspec
 
 from kvlab.trace.classes import classify, short
 from kvlab.trace.diagnose import KvCast, layer_count
-from kvlab.trace.steps import Step, attention_names
+from kvlab.trace.steps import Step, attention_names, by_name
 from kvlab.trace.store import Rank, Trace
 
 FOUND, NOT_FOUND, CANNOT_TELL = "found", "not found", "cannot tell"
@@ -58,12 +58,10 @@ def _by_role(trace: Trace, rank: Rank, steps: Sequence[Step]) -> tuple[dict[str,
     """Milliseconds and launches per step by a kernel's role."""
     time: dict[str, float] = defaultdict(float)
     count: dict[str, float] = defaultdict(float)
-    k = rank.kernels
-    for step in steps:
-        for i in range(step.lo, step.hi):
-            role = classify(trace.names[k.name[i]]).role
-            time[role] += k.dur[i] / 1e3 / len(steps)
-            count[role] += 1 / len(steps)
+    for name, (us, launches) in by_name(rank, steps).items():
+        role = classify(trace.names[name]).role
+        time[role] += us / 1e3 / len(steps)
+        count[role] += launches / len(steps)
     return time, count
 
 

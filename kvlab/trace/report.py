@@ -12,7 +12,7 @@ from kvlab.trace import diagnose
 from kvlab.trace.classes import ORDER, OTHER, short
 from kvlab.trace.diagnose import KvCast
 from kvlab.trace.findings import Finding, backend, findings
-from kvlab.trace.steps import Steps, find
+from kvlab.trace.steps import Steps, by_name, find
 from kvlab.trace.store import RUNTIME, Rank, Trace, check_not_empty
 from kvlab.trace.timeline import Measure, measure, united
 
@@ -213,24 +213,18 @@ def _categories(measures: Sequence[Measure], busy: float) -> dict[str, Category]
 
 
 def _kernels(trace: Trace, rank: Rank, steps: Steps, kinds: Sequence[Any]) -> list[Kernel]:
-    time: dict[int, float] = {}
-    count: Counter[int] = Counter()
     decode = steps.decode()
-    for step in decode:
-        names = rank.kernels.name[step.lo : step.hi]
-        count.update(names)
-        for name, dur in zip(names, rank.kernels.dur[step.lo : step.hi], strict=True):
-            time[name] = time.get(name, 0.0) + dur
+    found = by_name(rank, decode)
     return [
         Kernel(
             name=trace.names[i],
             short=short(trace.names[i]),
             category=kinds[i].cls,
             label=kinds[i].label,
-            ms_per_step=time[i] / len(decode) / 1e3,
-            launches=count[i] / len(decode),
+            ms_per_step=us / len(decode) / 1e3,
+            launches=launches / len(decode),
         )
-        for i in sorted(time, key=time.__getitem__, reverse=True)
+        for i, (us, launches) in sorted(found.items(), key=lambda item: -item[1][0])
     ]
 
 

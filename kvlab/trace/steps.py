@@ -7,7 +7,7 @@ projected them, otherwise by the first kernel launched under them.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,6 +67,18 @@ class Steps:
 def attention_names(trace: Trace, rank: Rank) -> set[int]:
     """Names of the attention kernels proper: not the combine, not the plan."""
     return {i for i in set(rank.kernels.name) if classify(trace.names[i]).role == "attention"}
+
+
+def by_name(rank: Rank, steps: Iterable[Step]) -> dict[int, tuple[float, int]]:
+    """Microseconds and launches of each kernel name in the steps together."""
+    time: dict[int, float] = defaultdict(float)
+    count: Counter[int] = Counter()
+    for step in steps:
+        names = rank.kernels.name[step.lo : step.hi]
+        count.update(names)
+        for name, dur in zip(names, rank.kernels.dur[step.lo : step.hi], strict=True):
+            time[name] += dur
+    return {name: (us, count[name]) for name, us in time.items()}
 
 
 def find(trace: Trace, rank: Rank) -> Steps:
@@ -143,13 +155,17 @@ def _graphs(trace: Trace, rank: Rank) -> list[tuple[float, float, int]]:
         return []
     host = rank.host
     launched = {host.corr[i] for i in range(len(host)) if host.kind[i] == RUNTIME and host.corr[i] in many}
-    spans: dict[int, tuple[float, float]] = {}
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
     for start, dur, corr in zip(kernels.start, kernels.dur, kernels.corr, strict=True):
         if corr in many:
-            old = spans.get(corr, (start, start))
-            spans[corr] = (min(old[0], start), max(old[1], start + dur))
+            end = start + dur
+            if corr not in first:  # ordered by start
+                first[corr], last[corr] = start, end
+            elif end > last[corr]:
+                last[corr] = end
     # Without host events a shared id is all there is to go by.
-    return sorted((a, b, c) for c, (a, b) in spans.items() if not launched or c in launched)
+    return sorted((a, last[c], c) for c, a in first.items() if not launched or c in launched)
 
 
 def _replays(rank: Rank, graphs: list[tuple[float, float, int]], attention: set[int]) -> list[Anchor]:
@@ -157,15 +173,10 @@ def _replays(rank: Rank, graphs: list[tuple[float, float, int]], attention: set[
         return []
     inside = {c for _, _, c in graphs}
     kernels = rank.kernels
-    size: Counter[int] = Counter()
-    heads: Counter[int] = Counter()
-    loose = 0
-    for name, corr in zip(kernels.name, kernels.corr, strict=True):
-        if corr in inside:
-            size[corr] += 1
-            heads[corr] += name in attention
-        else:
-            loose += name in attention
+    size = Counter(kernels.corr)
+    heads = Counter(corr for name, corr in zip(kernels.name, kernels.corr, strict=True) if name in attention)
+    loose = sum(n for corr, n in heads.items() if corr not in inside)
+    heads = Counter({corr: n for corr, n in heads.items() if corr in inside})
     weight = heads if any(heads.values()) else size
     if attention and sum(heads.values()) < loose:
         return []  # piecewise graphs: the attention runs between them

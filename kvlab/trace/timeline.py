@@ -1,7 +1,11 @@
 """Busy, idle and exposed time of a step."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, compress, pairwise
+from typing import Any
 
 from kvlab.trace.classes import Kind
 from kvlab.trace.steps import Step
@@ -41,52 +45,66 @@ class Measure:
 def measure(rank: Rank, step: Step, kinds: Sequence[Kind | None]) -> Measure:
     """Sweep the step's kernels once. `kinds`: by name id."""
     k = rank.kernels
-    ends = list(map(float.__add__, k.start[step.lo : step.hi], k.dur[step.lo : step.hi]))
-    streams: dict[int, float] = {}
-    by_stream: dict[int, float] = {}
-    by_class: dict[tuple[int, str], float] = {}
-    total: dict[str, float] = {}
-    launches: dict[str, int] = {}
-    edges: list[tuple[float, int, str]] = []
-    loose: list[tuple[float, float]] = []
-    for i, end in zip(range(step.lo, step.hi), ends, strict=True):
-        start, track = k.start[i], k.track[i]
-        cls = kinds[k.name[i]].cls  # type: ignore[union-attr]
-        until = streams.get(track, start)
-        if end > until:
-            by_stream[track] = by_stream.get(track, 0.0) + end - max(start, until)
-            streams[track] = end
-        seen = by_class.get((track, cls), start)
-        if end > seen:
-            total[cls] = total.get(cls, 0.0) + end - max(start, seen)
-            by_class[track, cls] = end
-        launches[cls] = launches.get(cls, 0) + 1
-        if end > start:
-            edges.append((start, 1, cls))
-            edges.append((end, -1, cls))
-        if step.graphs and not any(a <= start <= b for a, b in step.graphs):
-            loose.append((start, end))
-    active, exposed = _sweep(edges)
+    starts, tracks = k.start[step.lo : step.hi], k.track[step.lo : step.hi]
+    ends = list(map(float.__add__, starts, k.dur[step.lo : step.hi]))
+    classes = [kinds[name].cls for name in k.name[step.lo : step.hi]]  # type: ignore[union-attr]
+    total: dict[str, float] = defaultdict(float)
+    exposed: dict[str, float] = defaultdict(float)
+    busy = active = 0.0
+    # Where nothing of before is still running all sums start anew; most kernels run alone.
+    until = accumulate(ends, max)
+    anew = (i for i, (start, end) in enumerate(zip(starts[1:], until, strict=False), 1) if start >= end)
+    for lo, hi in pairwise((0, *anew, len(ends))):
+        if hi - lo == 1:
+            took = ends[lo] - starts[lo]
+            total[classes[lo]] += took
+            exposed[classes[lo]] += took
+            busy += took
+            active += took
+            continue
+        group = list(zip(starts[lo:hi], ends[lo:hi], tracks[lo:hi], classes[lo:hi], strict=True))
+        busy += sum(_by_key((start, end, track) for start, end, track, _ in group).values())
+        for (_, cls), took in _by_key((start, end, (track, cls)) for start, end, track, cls in group).items():
+            total[cls] += took
+        active += _sweep([(start, end, cls) for start, end, _, cls in group], exposed)
     span = step.end - step.start
-    device = united(step.graphs) + united(loose) if step.graphs else span
-    return Measure(span, device, sum(by_stream.values()), active, total, exposed, launches)
+    device = span
+    if step.graphs:
+        loose = bytearray(b"\1") * len(starts)
+        for a, b in step.graphs:
+            lo, hi = bisect_left(starts, a), bisect_right(starts, b)
+            loose[lo:hi] = bytes(hi - lo)
+        device = united(step.graphs) + united(list(compress(zip(starts, ends, strict=True), loose)))
+    return Measure(span, device, busy, active, dict(total), dict(exposed), dict(Counter(classes)))
 
 
-def _sweep(edges: list[tuple[float, int, str]]) -> tuple[float, dict[str, float]]:
+def _by_key(intervals: Iterable[tuple[float, float, Any]]) -> dict[Any, float]:
+    """The united time of each key's (start, end, key), ordered by start."""
+    until: dict[Any, float] = {}
+    took: dict[Any, float] = defaultdict(float)
+    for start, end, key in intervals:
+        seen = until.get(key, start)
+        if end > seen:
+            took[key] += end - max(start, seen)
+            until[key] = end
+    return took
+
+
+def _sweep(group: Sequence[tuple[float, float, str]], exposed: dict[str, float]) -> float:
+    """The time in which something runs; to `exposed` is added in which one class runs alone."""
+    edges = [edge for a, b, cls in group if b > a for edge in ((a, 1, cls), (b, -1, cls))]
     edges.sort()
     running: dict[str, int] = {}
-    exposed: dict[str, float] = {}
     active, before = 0.0, 0.0
     for time, change, cls in edges:
         if running:
             active += time - before
             if len(running) == 1:
-                alone = next(iter(running))
-                exposed[alone] = exposed.get(alone, 0.0) + time - before
+                exposed[next(iter(running))] += time - before
         before = time
         count = running.get(cls, 0) + change
         if count:
             running[cls] = count
         else:
             del running[cls]
-    return active, exposed
+    return active
