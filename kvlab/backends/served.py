@@ -176,13 +176,17 @@ def _one_batch(runner: str, folder: Path, flags: list[str], timeout: float) -> t
 
 @cache
 def recorded() -> list[tuple[str, Outcome]]:
-    """Every recorded outcome with its file: which answers a card has tried."""
-    found = []
-    for path in sorted(data.recorded().glob("*/served.json")):
-        document = msgspec.json.decode(path.read_bytes())
-        for outcome in msgspec.convert(document["outcomes"], list[Outcome]):
-            found.append((f"data/recorded/{path.parent.name}/{path.name}", outcome))
-    return found
+    """Every recorded outcome with its file: which answers a card has tried. Of two of one kind the newer."""
+    documents = [
+        (path, msgspec.json.decode(path.read_bytes())) for path in data.recorded().glob("*/served.json")
+    ]
+    documents.sort(key=lambda found: (found[1]["provenance"].get("date", ""), found[0]))
+    newest = {}
+    for path, document in documents:
+        for o in msgspec.convert(document["outcomes"], list[Outcome]):
+            kind = (o.model, o.backend, o.sglang, o.gpu, o.kv_dtype)
+            newest[kind] = (f"data/recorded/{path.parent.name}/{path.name}", o)
+    return sorted(newest.values(), key=lambda found: (found[0], found[1].model, found[1].backend))
 
 
 def of(backend: str, *, sglang: str, gpu: str, kv_dtype: str) -> list[dict[str, Any]]:
