@@ -196,26 +196,31 @@ def _many(
         entry = tl.load(table + position // PAGE_SIZE, mask=live, other=-1)
     slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
     x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
-    if not BATCH:
+    if BATCH:
+        entry, position, more = _page(
+            table, lengths, ends, table_stride, first + step, row, PAGE_SIZE, BATCH, ROWS
+        )
+    else:
         position += step * ROWS
         entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < count), other=-1)
 
     for tile in range(first, tiles, step):
-        if BATCH:
-            entry, position, more = _page(
-                table, lengths, ends, table_stride, tile + step, row, PAGE_SIZE, BATCH, ROWS
-            )
-        else:
+        if not BATCH:
             position = (tile + step) * ROWS + row
             more = (row < ROWS) & (position < count)
         slot, ahead, more = _rows(entry, position, more, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
         coming = tl.load(rows + slot[:, None] * row_stride + column, mask=more[:, None])
-        if not BATCH:
+        if BATCH:
+            entry, position, later = _page(
+                table, lengths, ends, table_stride, tile + 2 * step, row, PAGE_SIZE, BATCH, ROWS
+            )
+        else:
             position += step * ROWS
+            later = more
             entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < count), other=-1)
         y = widen(x, E5M2, BF16, NATIVE)
         tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
-        x, target, live = coming, ahead, more
+        x, target, live, more = coming, ahead, more, later
 
 
 # What changes with a batch must not make a new kernel: none of it is specialised on.
