@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvlab.kernels.chip import chip
+
 _INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 # The largest number, Inf and a quiet NaN.
 _BITS = {
@@ -101,7 +103,11 @@ def kvlab_kv_write(
     INF: tl.constexpr,
     NAN: tl.constexpr,
     NEGATIVE_NAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    """EARLY: launched while the kernel before ends, as SGLang's own write is; it waits before it reads."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot, column, is_row, code = new_row(
         loc,
@@ -145,6 +151,7 @@ def write(
     Equal to `torch.cat([nope, rope], 1).to(fp8)` on that device, byte for byte.
     """
     over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
+    early = chip(buffer.device)[0] >= 90
     kvlab_kv_write[(loc.numel(),)](
         buffer,
         loc,
@@ -161,5 +168,7 @@ def write(
         INF=inf,
         NAN=nan,
         NEGATIVE_NAN=negative,
+        EARLY=early,
         num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )

@@ -47,12 +47,15 @@ def without(found: Any, loc: torch.Tensor) -> None:
     write_cast.without(found.slots, found.count, loc)
 
 
-def write_shadow(found: Any, out: torch.Tensor, new: Any) -> torch.Tensor:
-    """Write the `new` rows to pool and `out`, and cast the other slots of the list, in one launch."""
+def write_shadow(found: Any, out: torch.Tensor, new: Any, *, early: bool = False) -> torch.Tensor:
+    """Write the `new` rows to pool and `out`, and cast the other slots of the list, in one launch.
+
+    `early`: the kernel before made neither the list nor the rows that it names.
+    """
     from kvlab.kernels import write_cast
 
     return write_cast.write_cast(
-        new.buffer, out, found.slots, found.count, new.loc, new.nope, new.rope, new.fp8
+        new.buffer, out, found.slots, found.count, new.loc, new.nope, new.rope, new.fp8, early=early
     )
 
 

@@ -56,7 +56,8 @@ class Shadow:
         if is_listed and _same(its.written, call.pending):
             if call.pending is None:
                 return casts.shadow(rows, out, its.found)
-            casts.write_shadow(its.found, out, call.pending)
+            # The layer that makes the list reads it behind what made it.
+            casts.write_shadow(its.found, out, call.pending, early=its.layers > begins)
             call.pending = None
             return out
         call.settle()
