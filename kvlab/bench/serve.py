@@ -317,7 +317,12 @@ def _one(
             served = change(served, ready_s=ready)
             served = _loaded(served, server.url, str(server.model), asked, load, first, server.work, say)
             then(server)
-        served = change(served, gpu_peak_bytes=peak() if is_alone else None)
+        if is_alone:
+            served = change(served, gpu_peak_bytes=peak())
+        else:
+            # What a server tells of its memory is what left the GPU meanwhile, the others' too.
+            kept = {k: v for k, v in served.memory.items() if k == "token_capacity"}
+            served = change(served, memory=kept)
     lines = server.log.read_text(errors="replace").splitlines()
     served = change(served, log_lines=[line for line in lines if "kvlab: " in line])
     if served.error:

@@ -34,7 +34,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     ready_s: float | None = None
     step_ms: float | None = None
-    """`kvlab patch verify`'s: one request, generation time over its tokens."""
+    """`kvlab patch verify`'s: the mean time of a token after the first, one request at a time."""
     same_tokens: bool | None = None
     tokens: list[list[int]] = []
     gpu_peak_bytes: int | None = None

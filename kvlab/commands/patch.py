@@ -66,7 +66,7 @@ def verify(
     url: Annotated[str, _URL],
     save: Annotated[Path | None, typer.Option(help="Write what was measured, for --against later.")] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with what --save wrote before.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 32,
     api_key: Annotated[
         str | None, typer.Option(help="The key that the server was started with.", envvar="KVLAB_API_KEY")
     ] = None,

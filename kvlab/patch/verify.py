@@ -32,8 +32,9 @@ def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[
     """`{url, tokens: [[id…]…], step_ms, new_tokens, patch}` of the server at `url`.
 
     Each prompt is sent three times, to a server of several data-parallel ranks once more for each of them:
-    they take turns, and each has a radix cache of its own. The last two find it there and must agree; the
-    last one's time, over its new tokens, is the step. Raises BadInput where they do not agree, where no
+    they take turns, and each has a radix cache of its own. The last two find it there and must agree. The
+    last one's time, less that of a single token, is what its other tokens took: the step is their mean, and
+    the prefill, the way there and back are left out. Raises BadInput where answers do not agree, where no
     SGLang server answers, or not to this `api_key`.
     """
     base = url.rstrip("/")
@@ -44,9 +45,9 @@ def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[
         for _ in range(ranks):
             _generate(base, ids, new_tokens, api_key)
         first = _generate(base, ids, new_tokens, api_key)
-        start = time.perf_counter()
-        again = _generate(base, ids, new_tokens, api_key)
-        steps.append((time.perf_counter() - start) * 1e3 / new_tokens)
+        _, single = _timed(base, ids, 1, api_key)
+        again, whole = _timed(base, ids, new_tokens, api_key)
+        steps.append((whole - single) * 1e3 / max(new_tokens - 1, 1))
         tokens.append(again)
         if first != again:
             raise BadInput(
@@ -65,7 +66,7 @@ def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """`{identical, prompts, first_difference, step_ms_before, step_ms_after, speedup}`.
 
-    `first_difference` is (prompt, position) or None.
+    `first_difference` is (prompt, position) or None; `speedup` None where the step is too short to be timed.
     """
     pairs = list(zip(before["tokens"], after["tokens"], strict=False))
     differs = None
@@ -86,7 +87,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "first_difference": differs,
         "step_ms_before": before["step_ms"],
         "step_ms_after": after["step_ms"],
-        "speedup": before["step_ms"] / after["step_ms"],
+        "speedup": before["step_ms"] / after["step_ms"] if after["step_ms"] > 0 else None,
         "strategy_before": (before.get("patch") or {}).get("strategy"),
         "strategy_after": (after.get("patch") or {}).get("strategy"),
     }
@@ -150,6 +151,12 @@ def port_of(url: str) -> int:
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadInput(f"--url: {url!r} is no server address; write it as http://127.0.0.1:30000")
     return port or (443 if parts.scheme == "https" else 80)
+
+
+def _timed(base: str, ids: list[int], new_tokens: int, api_key: str | None) -> tuple[list[int], float]:
+    start = time.perf_counter()
+    found = _generate(base, ids, new_tokens, api_key)
+    return found, time.perf_counter() - start
 
 
 def _dp_size(base: str, api_key: str | None) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -177,6 +178,7 @@ class Server(http.server.BaseHTTPRequestHandler):
     shift = 0
     is_random = False
     key = None
+    prefill_seconds = step_seconds = 0.0
     ranks = 1
     turn = 0
 
@@ -187,8 +189,9 @@ class Server(http.server.BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids, n = asked["input_ids"], asked["sampling_params"]["max_new_tokens"]
         assert asked["sampling_params"]["temperature"] == 0
+        time.sleep(type(self).prefill_seconds + n * type(self).step_seconds)
         out = [(sum(ids) * (i + 1)) % 997 for i in range(n)]
-        if len(ids) > 100:
+        if len(ids) > 100 and n > 3:
             out[3] += type(self).shift
         if type(self).is_random:
             out[0] = type(self).counter = getattr(type(self), "counter", 0) + 1
@@ -196,7 +199,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             # Ranks take turns, and one that has not seen a prompt answers from its wide rows.
             type(self).turn += 1
             seen = type(self).seen[type(self).turn % type(self).ranks]
-            out[1] += len(ids) not in seen
+            out[0] += len(ids) not in seen
             seen.add(len(ids))
         self.answer({"output_ids": out, "text": ""})
 
@@ -241,6 +244,15 @@ def test_verify_before_and_after(server, sglang, tmp_path, run):
     other = run(sglang, "patch", "verify", "--url", url, "--against", str(saved), "--json")
     assert other.returncode == 1
     assert json.loads(other.stdout)["first_difference"] == [2, 3]
+
+
+def test_the_step_is_a_token_s_time_without_the_way_to_the_first(server, tmp_path, monkeypatch):
+    url, kind = server
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(verify, "_LENGTHS", (7, 33, 130))
+    kind.prefill_seconds, kind.step_seconds = 0.2, 0.01
+    # With the prefill in it, a step would take 77 ms at least.
+    assert verify.measure(url, 3)["step_ms"] < 70
 
 
 def test_verify_gives_the_key(server, tmp_path, monkeypatch, sglang, run):
