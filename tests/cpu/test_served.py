@@ -120,4 +120,15 @@ def test_the_card_did_what_the_answer_says():
         now = next(v for v in decide(question(o.model, "h200", o.sglang, tp=8)) if v.backend == o.backend)
         if o.backend != "dsa":  # a dummy rank has no indexer, GLM-5 has
             assert now.works == o.expected == o.served, (o.model, o.backend)
-    assert {o.backend for o in tried if o.served} == {"flashinfer", "flashmla", "triton"}
+    # What the answers call for is complete: every dense backend of the release, for both ranks.
+    for model in ("glm-5", "deepseek-v3"):
+        asked = [v for v in decide(question(model, "h200", "0.5.15.post1")) if "." not in v.backend]
+        expected = {v.backend for v in asked if not v.reason.startswith("serves ")}
+        assert {o.backend for o in tried if o.model == model} == expected
+        served_ = {o.backend for o in tried if o.model == model and o.served}
+        assert served_ == {"flashinfer", "fa3", "flashmla", "triton"}
+
+
+def test_of_two_runs_of_a_backend_the_newer_stands():
+    sources = {source for source, _ in served.recorded()}
+    assert sources == {"data/recorded/h200-served-2/served.json"}
