@@ -9,6 +9,7 @@ GPU alone.
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -561,9 +562,14 @@ def _named(model: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that is free, below those that the system hands out: SGLang takes others at fixed distances from
+    it, up to 10,000 higher, and dies where they pass 65,535.
+    """
+    for port in random.sample(range(15_000, 32_000), 200):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
+    raise BadInput("--port: no free one was found; name one")
 
 
 def write(path: Path, run: ServeRun) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -109,6 +110,15 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     assert [bool(s.loads) for s in run.servers] == [True, True, False]
     assert run.servers[2].error == "did not come up: RuntimeError: no memory for the pool"
     assert not any(serve._answers(s.url) for s in started)
+
+
+def test_a_free_port_leaves_room_for_those_that_sglang_derives():
+    ports = [serve._free_port() for _ in range(50)]
+    assert len(set(ports)) > 40
+    assert max(ports) + 10_000 < 65_536
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[0]))
+        assert serve._free_port() != ports[0]
 
 
 def test_no_server_is_left_behind(model, tmp_path):

@@ -636,6 +636,7 @@ def loads(asked: argparse.Namespace) -> int:
         asked.strategies.split(","),
         serve.Asked([1, 16, 64], 512, 64, ready_seconds=200),
         server_args=flags.split(),
+        port=31_000 + 100 * int(os.environ.get("JOB_SLOT", "0")),
         together=asked.together,
         out=out / "serve.json",
         say=lambda line: print(time.strftime("%T"), line, flush=True),
