@@ -194,8 +194,45 @@ def load(setup: Setup) -> Rank:
             server_args=args,
         )
     rank = Rank(setup, runner, others=total - free, seconds=seconds)
+    rank.snapshot("weights")
+    seconds["weights"] = time.perf_counter() - started
+    _serve(rank, started)
+    return rank
+
+
+def again(rank: Rank, setup: Setup) -> Rank:
+    """The same weights, where they lie, served by another strategy: pools, backends and graphs anew.
+
+    For comparisons closer than two processes repeat each other. Memory is not comparable afterwards: what
+    captured graphs used stays. `rank` serves no longer.
+    """
+    started = time.perf_counter()
+    asked = "off" if setup.strategy in UNPATCHED else setup.strategy
+    os.environ["KVLAB_PATCH"] = asked
+    from kvlab import patch
+
+    runner = rank.runner
+    for name in (
+        *("decode_cuda_graph_runner", "prefill_cuda_graph_runner", "eager_runner", "graph_shared_output"),
+        *("attn_backend", "decode_attn_backend"),
+        *("token_to_kv_pool", "token_to_kv_pool_allocator", "req_to_token_pool"),
+    ):
+        setattr(runner, name, None)
+    gc.collect()
+    torch.cuda.empty_cache()
+    patch.apply(asked)
+    for name in ("kv_cache_dtype", "max_total_tokens"):
+        setattr(runner.server_args, name, server_args(setup)[name])
+    runner.configure_kv_cache_dtype()
+    fresh = Rank(setup, runner, others=rank.others)
+    _serve(fresh, started)
+    return fresh
+
+
+def _serve(rank: Rank, started: float) -> None:
+    """Pools, backends and graphs of a rank whose weights are there."""
+    runner = rank.runner
     stages = {
-        "weights": lambda: None,
         "pool": runner.alloc_memory_pool,
         "backend": runner.init_attention_backends,
         "captured": runner.init_cuda_graphs,
@@ -203,10 +240,9 @@ def load(setup: Setup) -> Rank:
     for stage, action in stages.items():
         action()
         rank.snapshot(stage)
-        seconds[stage] = time.perf_counter() - started
+        rank.seconds[stage] = time.perf_counter() - started
         used = rank.memory[stage]["device_used"]
-        print(f"{stage}: {seconds[stage]:.1f} s, {used / 1e9:.2f} GB on the device", flush=True)
-    return rank
+        print(f"{stage}: {rank.seconds[stage]:.1f} s, {used / 1e9:.2f} GB on the device", flush=True)
 
 
 def _wait_for_turn() -> None:

@@ -2,6 +2,7 @@
 
     python tests/gpu/prove_patch.py run OUT.json --strategy stock [--backend fa3] [--page-size 64] …
     python tests/gpu/prove_patch.py errors OUT.json
+    python tests/gpu/prove_patch.py turns OUT.json --order control_bf16 exact fast control_bf16 exact fast …
     python tests/gpu/prove_patch.py compare [--across] STOCK.json PATCHED.json …
     python tests/gpu/prove_patch.py across OUT.json RUN.json …
     python tests/gpu/prove_patch.py collect FOLDER OUT_FOLDER
@@ -33,7 +34,7 @@ SHARED, TAILS = 512, [1 + 19 * i for i in range(16)]
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "errors"):
+    for name in ("run", "turns", "errors"):
         one = commands.add_parser(name)
         one.add_argument("out", type=Path)
         one.add_argument("--strategy", default="fast")
@@ -44,12 +45,17 @@ def main() -> int:
         one.add_argument("--burn", type=int, default=0, help="slots that somebody holds before every batch")
         one.add_argument("--backend", default="flashinfer")
         one.add_argument("--page-size", type=int, default=1)
+    for name in ("run", "turns"):
+        one = commands.choices[name]
+        one.add_argument("--contexts", type=int, nargs="*", default=[])
+        one.add_argument("--batches", type=int, nargs="*", default=[])
+        one.add_argument("--capture", type=int, nargs="*", default=[1, 16])
+        one.add_argument("--steps", type=int, default=32)
+    turns = commands.choices["turns"]
+    turns.add_argument("--order", nargs="+", default=["control_bf16", "exact", "fast"] * 2)
+    turns.add_argument("--control-pool", type=int, default=132_608)
     run = commands.choices["run"]
-    run.add_argument("--contexts", type=int, nargs="*", default=[])
-    run.add_argument("--batches", type=int, nargs="*", default=[])
-    run.add_argument("--capture", type=int, nargs="*", default=[1, 16])
     run.add_argument("--new-tokens", type=int, default=256)
-    run.add_argument("--steps", type=int, default=32)
     run.add_argument("--no-graphs", action="store_true")
     run.add_argument("--no-identity", action="store_true")
     run.add_argument("--together", action="store_true", help="of the identity runs only the 16 prompts, once")
@@ -71,6 +77,7 @@ def main() -> int:
     asked = parser.parse_args()
     actions = {
         "run": run_one,
+        "turns": take_turns,
         "errors": errors,
         "compare": compare_all,
         "across": across_all,
@@ -171,6 +178,59 @@ def _run(asked: argparse.Namespace) -> int:
         profile(rank, rank.start_at(int(batch), int(context)), str(path))
         say(f"trace {path.name}")
     say(f"status {found.write()['processes'][0]['patch']['counters']}")
+    return 0
+
+
+def take_turns(asked: argparse.Namespace) -> int:
+    """Step times of several strategies in one process, over the very same weights, one after the other and
+    again: two processes of one strategy differ by some parts in a hundred.
+    """
+    from dataclasses import replace
+
+    import msgspec
+
+    from kvlab import provenance
+    from kvlab.bench import step_results
+    from kvlab.bench.sglang_rank import again
+    from kvlab.bench.step import Child
+    from kvlab.bench.step_child import point, process
+
+    batches = tuple(sorted({*asked.capture, *asked.batches}))
+    pool_of = {"control_bf16": asked.control_pool}
+    asked.strategy, pool = asked.order[0], asked.pool
+    asked.pool = pool_of.get(asked.strategy, pool)
+    rank = loaded(asked, graphs=True, batches=batches)
+    runs: list[Any] = []
+    processes: list[Any] = []
+    for turn, strategy in enumerate(asked.order):
+        if turn:
+            slots = pool_of.get(strategy, pool)
+            rank = again(rank, replace(rank.setup, strategy=strategy, pool=slots))
+        child = Child(
+            model=asked.model,
+            folder="",
+            strategy=strategy,
+            pool=rank.slots,
+            backend=asked.backend,
+            page_size=asked.page_size,
+            cuda_graphs=True,
+            points=(),
+            tp=asked.tp,
+            steps=asked.steps,
+            out="",
+        )
+        for context in asked.contexts:
+            for batch in asked.batches:
+                step = point(rank, child, batch, context)
+                runs.append(msgspec.structs.replace(step, process=turn))
+                if not step.reason:
+                    said = f"{step.step_ms:.3f} ms, graph {step.graph_ms:.3f}, replayed {step.replay_ms:.3f}"
+                    say(f"{strategy} {batch} x {context:,}: {said}, host {step.host_ms:.3f}")
+        # Anew: each turn has a KVLAB_PATCH of its own.
+        known = provenance.collect(env=["KVLAB_PATCH"])
+        processes.append(msgspec.structs.replace(process(rank, strategy), provenance=known, memory={}))
+        whole = step_results.StepRun(provenance=processes[0].provenance, runs=runs, processes=processes)
+        step_results.write(asked.out, whole)
     return 0
 
 
