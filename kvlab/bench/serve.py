@@ -139,9 +139,11 @@ def measure_url(
 
 
 def joined(paths: Sequence[Path]) -> ServeRun:
-    """One run of several that measured a server each, on GPUs of one kind. Provenance is the first one's.
+    """One run of several that measured some servers each, on GPUs of one kind. Provenance is the first one's.
 
-    Raises BadInput where they did not serve the same model in the same way with the same versions.
+    Answers are compared across runs of the same code; a run of other code keeps its own comparison, and its
+    servers their provenance. Raises BadInput where they did not serve the same model in the same way with the
+    same versions.
     """
     runs = []
     for path in paths:
@@ -156,17 +158,19 @@ def joined(paths: Sequence[Path]) -> ServeRun:
             ("server arguments", first.server_args, run.server_args),
             ("versions", first.provenance.versions, run.provenance.versions),
             ("GPUs", set(first.provenance.gpus), set(run.provenance.gpus)),
-            ("commit", first.provenance.commit, run.provenance.commit),
         ):
             if a != b:
                 raise BadInput(f"--join: {path}: other {name} than {paths[0]}: {b} against {a}")
-    servers = [s for run in runs for s in run.servers]
-    tokens = next((s.tokens for s in servers if s.tokens), None)
-    again = [
-        msgspec.structs.replace(s, same_tokens=s.tokens == tokens if n and s.tokens else None)
-        for n, s in enumerate(servers)
-    ]
-    return msgspec.structs.replace(first, servers=again)
+    change, servers = msgspec.structs.replace, []
+    tokens = next((s.tokens for run in runs for s in run.servers if s.tokens), None)
+    for run in runs:
+        for s in run.servers:
+            if run.provenance.commit != first.provenance.commit:
+                servers.append(change(s, provenance=run.provenance))
+            else:
+                same = s.tokens == tokens if servers and s.tokens else None
+                servers.append(change(s, same_tokens=same))
+    return change(first, servers=servers)
 
 
 def _where(api_key: str | None) -> Provenance:

@@ -29,12 +29,16 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """One server. `same_tokens`: does it answer verify's prompts as the first server did; None if first."""
+    """One server. `same_tokens`: does it answer verify's prompts as the first server of its run did; None if
+    first.
+    """
 
     strategy: str
     ready_s: float | None = None
     step_ms: float | None = None
     """`kvlab patch verify`'s: the mean time of a token after the first, one request at a time."""
+    provenance: Provenance | None = None
+    """Where it is not the run's: of a server that joined from a run of other code."""
     same_tokens: bool | None = None
     tokens: list[list[int]] = []
     gpu_peak_bytes: int | None = None

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvlab import dummy, models
@@ -201,8 +202,6 @@ def test_the_seeding_plugin_is_an_installed_distribution(tmp_path):
 
 
 def test_a_recorded_run_reads_back():
-    import msgspec
-
     run = ServeRun(
         provenance=serve.collect(), model="m", server_args=[], seeded_dummy_weights=False, servers=[]
     )
@@ -212,7 +211,7 @@ def test_a_recorded_run_reads_back():
 def test_runs_of_a_server_each_are_joined_where_they_are_alike(tmp_path):
     where = serve.collect()
 
-    def one(strategy, tokens, model="m"):
+    def one(strategy, tokens, model="m", where=where):
         path = tmp_path / f"{strategy}-{model}.json"
         server = Served(strategy=strategy, tokens=tokens)
         serve.write(
@@ -232,3 +231,10 @@ def test_runs_of_a_server_each_are_joined_where_they_are_alike(tmp_path):
     ]
     with pytest.raises(BadInput, match="other model"):
         serve.joined([off, one("exact", [[1, 2]], model="n")])
+    # Of other code, perhaps on another machine: its tokens are held against its own first server only.
+    later = msgspec.structs.replace(where, commit="f" * 40)
+    run = serve.joined([off, one("exact", [[1, 4]], where=later)])
+    assert [(s.same_tokens, s.provenance and s.provenance.commit) for s in run.servers] == [
+        (None, None),
+        (None, "f" * 40),
+    ]
