@@ -27,7 +27,7 @@ _STRIDE_US, _STRIDE_IDS = 90_000.0, 40_000
 
 
 class Reading(msgspec.Struct, kw_only=True, frozen=True):
-    """One reader: medians over the rounds. `answer` is what it says of the cast, in its own words."""
+    """One reader: medians over the rounds, without imports. `answer` is what it says of the cast."""
 
     seconds: float
     cpu_seconds: float
@@ -81,33 +81,41 @@ def _shift(found: re.Match[bytes], k: int) -> bytes:
     return found[3] + b"%d" % (int(found[4]) + k * _STRIDE_IDS)
 
 
+_KERNELS = "answer = {'kernels': sum(len(r.kernels) for r in read(path).ranks)}"
+# What is imported, and what is timed.
 _READERS = {
-    "json.load": "import json\nwith open(path) as f: n = len(json.load(f)['traceEvents'])\n"
-    "answer = {'events': n}",
-    "read": "from kvlab.trace import read\nt = read(path)\n"
-    "answer = {'kernels': sum(len(r.kernels) for r in t.ranks)}",
-    "read, one CPU": "import os\n"
-    "if hasattr(os, 'sched_setaffinity'): os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
-    "from kvlab.trace import read\nt = read(path)\n"
-    "answer = {'kernels': sum(len(r.kernels) for r in t.ranks)}",
-    "report": "from kvlab.trace import read, report\nr = report(read(path))\n"
-    "c = r.kv_cast\n"
-    "answer = {'steps': r.steps, 'copies_per_step': c.copies_per_step, 'ms_per_step': c.ms_per_step, "
-    "'share': c.share, 'pool_slots': c.pool_slots}",
+    "json.load": (
+        "import json",
+        "with open(path) as f: answer = {'events': len(json.load(f)['traceEvents'])}",
+    ),
+    "read": ("from kvlab.trace import read", _KERNELS),
+    "read, one CPU": (
+        "from kvlab.trace import read\nif hasattr(os, 'sched_setaffinity'): "
+        "os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})",
+        _KERNELS,
+    ),
+    "report": (
+        "from kvlab.trace import read, report",
+        "r = report(read(path))\nc = r.kv_cast\n"
+        "answer = {'steps': r.steps, 'copies_per_step': c.copies_per_step, 'ms_per_step': c.ms_per_step, "
+        "'share': c.share, 'pool_slots': c.pool_slots}",
+    ),
 }
 # HolisticTraceAnalysis looks for a folder's traces and a rank in each.
-_HTA = """
-import warnings; warnings.simplefilter('ignore')
-from hta.trace_analysis import TraceAnalysis
+_HTA = (
+    "import warnings; warnings.simplefilter('ignore')\nfrom hta.trace_analysis import TraceAnalysis",
+    """
 t = TraceAnalysis(trace_files={0: path}, trace_dir='')
 busy = t.get_temporal_breakdown(visualize=False).to_dict('records')
 kinds, kernels = t.get_gpu_kernel_breakdown(visualize=False)
 answer = {'temporal_breakdown': busy, 'kernel_types': kinds.to_dict('records'),
           'longest': kernels.sort_values('sum (us)', ascending=False).head(1).to_dict('records')}
-"""
+""",
+)
 _FRAME = """
 import json, os, sys, time
 path = sys.argv[1]
+{imports}
 started, before = time.perf_counter(), os.times()
 {code}
 took, after = time.perf_counter() - started, os.times()
@@ -126,14 +134,14 @@ def measure(source: Path, *, size: int, rounds: int = 3, hta: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "repeated.trace.json"
         repeat(text, path, copies)
-        readers = {name: (sys.executable, code) for name, code in _READERS.items()}
+        readers = {name: (sys.executable, *reader) for name, reader in _READERS.items()}
         if hta:
-            readers["HolisticTraceAnalysis"] = (str(hta), _HTA)
+            readers["HolisticTraceAnalysis"] = (str(hta), *_HTA)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in readers}
         for turn in range(rounds):
-            for name, (python, code) in readers.items():
+            for name, reader in readers.items():
                 if name != "HolisticTraceAnalysis" or turn == 0:
-                    found[name].append(_run(python, code, path))
+                    found[name].append(_run(*reader, path))
         file_bytes = path.stat().st_size
     done = {name: _median(runs) for name, runs in found.items()}
     for name in _READERS:
@@ -156,8 +164,8 @@ def measure(source: Path, *, size: int, rounds: int = 3, hta: Path | None = None
     )
 
 
-def _run(python: str, code: str, path: Path) -> dict[str, Any]:
-    command = [python, "-c", _FRAME.format(code=code), str(path)]
+def _run(python: str, imports: str, code: str, path: Path) -> dict[str, Any]:
+    command = [python, "-c", _FRAME.format(imports=imports, code=code), str(path)]
     peak = 0
     # Files, not pipes: nobody empties a pipe while memory is watched.
     with tempfile.TemporaryFile("w+") as out_file, tempfile.TemporaryFile("w+") as err_file:
