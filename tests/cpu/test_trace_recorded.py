@@ -11,9 +11,9 @@ from kvlab.trace import read, report
 from kvlab.trace.diff import diff
 from kvlab.trace.record import Recording, Try
 
-TRACES = recorded("h200-traces")
+TRACES = recorded("h200-traces-2")
+EARLIER = recorded("h200-traces")
 SHARE = recorded("h200-69")
-RUNS = sorted(p.name.removesuffix("-off") for p in TRACES.glob("*-off"))
 
 
 @functools.cache
@@ -23,12 +23,13 @@ def told(path):
 
 def pairs():
     """(stock, patched, policy) of every recorded batch."""
-    for run in RUNS:
+    for path in sorted((*TRACES.glob("*-off/*.gz"), *EARLIER.glob("*-off/*.gz"))):
         for policy in ("exact", "fast"):
-            for path in sorted((TRACES / f"{run}-off").glob("*.gz")):
-                patched = TRACES / f"{run}-{policy}" / path.name
-                if patched.exists():
-                    yield pytest.param(path, patched, policy, id=f"{run} {policy} {path.name.split('.')[0]}")
+            run = path.parent.name.removesuffix("-off")
+            patched = path.parents[1] / f"{run}-{policy}" / path.name
+            if patched.exists():
+                name = f"{path.parents[1].name} {run} {policy} {path.name.split('.')[0]}"
+                yield pytest.param(path, patched, policy, id=name)
     for policy in ("exact", "fast"):
         (path,) = (SHARE / "off").glob("*.gz")
         yield pytest.param(path, SHARE / policy / path.name, policy, id=f"69 {policy}")
@@ -40,7 +41,7 @@ def test_the_cast_of_the_pool_is_in_every_stock_step_and_in_no_patched_one(stock
     assert before.kv_cast.copies_per_step == 78
     assert before.kv_cast.pool_slots == 495_552
     assert before.kv_cast.row_bytes == 576
-    assert before.kv_cast.ms_per_step == pytest.approx(67.7, rel=0.01)
+    assert before.kv_cast.ms_per_step == pytest.approx(67.0, rel=0.015)
     assert after.kv_cast is None
     change = diff(before, after)
     assert change.kv_cast_gone
@@ -56,13 +57,27 @@ def test_the_cast_of_the_pool_is_in_every_stock_step_and_in_no_patched_one(stock
     assert told(patched).step_ms < 0.35 * told(stock).step_ms or not after.cuda_graphs
 
 
-FOLDERS = sorted(p for p in (*TRACES.iterdir(), *SHARE.iterdir()) if p.is_dir())
+FOLDERS = sorted(p for d in (TRACES, EARLIER, SHARE) for p in d.iterdir() if p.is_dir())
+
+
+def test_every_way_to_serve_is_recorded_stock_and_patched():
+    ways = {
+        f"{backend}-{how}-{policy}/decode-b{batch}-c100.trace.json.gz"
+        for backend in ("flashinfer", "fa3")
+        for how in ("graphs", "eager")
+        for policy in ("off", "exact", "fast")
+        for batch in (1, 16)
+    }
+    found = {f"{p.parent.name}/{p.name}" for d in (TRACES, EARLIER) for p in d.glob("*/*.gz")}
+    assert ways <= found
+    assert sum(p.stat().st_size for p in TRACES.rglob("*")) < 6 << 20
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-def test_eager_steps_have_the_same_casts_and_wait_for_their_host(batch):
-    eager = told(TRACES / "flashinfer-eager-off" / f"decode-b{batch}-c100.trace.json.gz")
-    graphs = told(TRACES / "flashinfer-graphs-off" / f"decode-b{batch}-c100.trace.json.gz")
+@pytest.mark.parametrize(("traces", "backend"), [(TRACES, "fa3"), (EARLIER, "flashinfer")])
+def test_eager_steps_have_the_same_casts_and_wait_for_their_host(traces, backend, batch):
+    eager = told(traces / f"{backend}-eager-off" / f"decode-b{batch}-c100.trace.json.gz")
+    graphs = told(traces / f"{backend}-graphs-off" / f"decode-b{batch}-c100.trace.json.gz")
     assert (eager.cuda_graphs, graphs.cuda_graphs) == (False, True)
     assert eager.kv_cast.pool_slots == graphs.kv_cast.pool_slots
     assert eager.kv_cast.ms_per_step == pytest.approx(graphs.kv_cast.ms_per_step, rel=0.005)
