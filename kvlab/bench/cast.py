@@ -320,7 +320,7 @@ def measure(
 
 def candidates() -> list[Tuning]:
     """What `--sweep` compares: the shipped cut, its neighbours, narrow lanes, integers instead of native."""
-    shipped = tuning(torch.device("cuda", torch.cuda.current_device()), paged=False)
+    shipped = tuning(torch.device("cuda", torch.cuda.current_device()))
     others = [
         (256, 16, 8, 4),
         (256, 16, 4, 6),

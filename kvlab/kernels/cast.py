@@ -63,38 +63,45 @@ class Tuning:
     least: int = 4
 
 
-def tuning(device: torch.device, *, paged: bool) -> Tuning:
-    """The cut that sweeps on an H200 found best (data/recorded/h200-cast); small in the interpreter.
+def tuning(device: torch.device, *, tables: int = 0) -> Tuning:
+    """The cut that sweeps on an H200 found best; small in the interpreter. `tables`: rows of a page table.
 
-    The grid is what fits an SM at once: with one program more, the last ones run alone. A page table's
-    arithmetic takes registers, so it gets narrower tiles.
+    The grid is what fits an SM at once: with one program more, the last ones run alone. Finding a tile's
+    request among several takes registers, so their tiles are narrower.
     """
     capability, _ = chip(device)
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
-    lanes, grid = (256, 4) if paged else (512, 3)
+    lanes, grid = (256, 4) if tables > 1 else (512, 3)
     return Tuning(lanes=lanes, unit=16, warps=8, grid=grid, native=capability >= 89)
 
 
 @triton.jit
 def _page(
     table,
-    lengths,
+    bounds,
     ends,
     table_stride,
+    batch,
+    limit,
     tile,
     row,
     PAGE_SIZE: tl.constexpr,
     BATCH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Of each lane: the page, the position in its request, and whether the request is that long."""
-    b = tl.sum((ends <= tile).to(tl.int32), 0)
-    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    position = (tile - before) * ROWS + row
-    length = tl.sum(tl.where(tl.arange(0, BATCH) == b, lengths, 0), 0)
+    """Of each lane: the page, the position in its request, and whether the request is that long.
+
+    `ends` never falls: the last request that ends by `tile` says both how many those are and where the next
+    begins, in one reduction, which a tile of many requests would otherwise spend its time on.
+    """
+    numbered = ((tl.arange(0, BATCH) + 1).to(tl.int64) << 32) | ends.to(tl.int64)
+    last = tl.max(tl.where(ends <= tile, numbered, 0), 0)
+    b = last >> 32
+    position = (tile - (last & 0xFFFFFFFF).to(tl.int32)) * ROWS + row
+    length = tl.minimum(tl.load(bounds + b, mask=b < batch, other=0), limit)
     live = (row < ROWS) & (position < length)
-    page = tl.load(table + b.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=live, other=-1)
+    page = tl.load(table + b * table_stride + position // PAGE_SIZE, mask=live, other=-1)
     return page, position, live
 
 
@@ -163,6 +170,7 @@ def _many(
     rows,
     out,
     table,
+    bounds,
     lengths,
     count,
     filled,
@@ -170,6 +178,8 @@ def _many(
     out_stride,
     table_stride,
     num_slots,
+    batch,
+    limit,
     WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     LANES: tl.constexpr,
@@ -188,7 +198,9 @@ def _many(
     if BATCH:
         ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
         tiles = tl.max(ends, 0)
-        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
+        entry, position, live = _page(
+            table, bounds, ends, table_stride, batch, limit, first, row, PAGE_SIZE, BATCH, ROWS
+        )
     else:
         tiles = (count + ROWS - 1) // ROWS
         position = first * ROWS + row
@@ -198,7 +210,7 @@ def _many(
     x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
     if BATCH:
         entry, position, more = _page(
-            table, lengths, ends, table_stride, first + step, row, PAGE_SIZE, BATCH, ROWS
+            table, bounds, ends, table_stride, batch, limit, first + step, row, PAGE_SIZE, BATCH, ROWS
         )
     else:
         position += step * ROWS
@@ -212,7 +224,7 @@ def _many(
         coming = tl.load(rows + slot[:, None] * row_stride + column, mask=more[:, None])
         if BATCH:
             entry, position, later = _page(
-                table, lengths, ends, table_stride, tile + 2 * step, row, PAGE_SIZE, BATCH, ROWS
+                table, bounds, ends, table_stride, batch, limit, tile + 2 * step, row, PAGE_SIZE, BATCH, ROWS
             )
         else:
             position += step * ROWS
@@ -266,7 +278,9 @@ def kvlab_cast(
         ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
         tiles = tl.max(ends, 0)
         count = 0
-        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
+        entry, position, live = _page(
+            table, bounds, ends, table_stride, batch, limit, first, row, PAGE_SIZE, BATCH, ROWS
+        )
     else:
         # The entries are read while their count is still on its way, both ways to lay them out.
         position = first * ROWS + row
@@ -284,6 +298,7 @@ def kvlab_cast(
             rows,
             out,
             table,
+            bounds,
             lengths,
             count,
             filled,
@@ -291,6 +306,8 @@ def kvlab_cast(
             out_stride,
             table_stride,
             num_slots,
+            batch,
+            limit,
             WIDTH,
             UNIT,
             LANES,
@@ -447,7 +464,7 @@ def _launch(
         limit = table.shape[1] * page_size if paged else table.numel()
         if paged and not batch:
             return
-    cut = cut or tuning(source.device, paged=paged)
+    cut = cut or tuning(source.device, tables=batch if paged else 0)
     width = source.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
     least = min(unit, cut.least)

@@ -257,7 +257,7 @@ def write_cast(
     """
     over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
     source, target = buffer.view(buffer.shape[0], -1), shadow.view(shadow.shape[0], -1)
-    cut = cut or tuning(source.device, paged=False)
+    cut = cut or tuning(source.device)
     early = early and chip(source.device)[0] >= 90
     width = nope.shape[1] + rope.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)

@@ -234,10 +234,11 @@ def test_a_page_table_may_have_any_row_stride(stride, device):
     check_gather(rows, Case(active, 14), torch.float16)
 
 
-@pytest.mark.parametrize("bounds", [[0, 4, 2], [2, 4, 6], [0, -4], [0, 4, 2**31 - 1]])
+@pytest.mark.parametrize("bounds", [[0, 4, 2], [2, 4, 6], [0, -4], [0, 4, 40], [0, 4, 2**31 - 1]])
 def test_broken_bounds_write_only_slots_of_the_table(bounds, device):
     """kv_indptr falls, starts late or ends outside: what is written is still a slot that the table names."""
-    table = i32([1, 2, 3, 4, 5, 6], device)
+    # What lies behind the table in memory names other slots.
+    table = i32([1, 2, 3, 4, 5, 6, *[9, 10, 11] * 30], device)[:6]
     active = ActiveSlots.ragged(table, i32(bounds, device))
     rows = random_pool(16, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
     for source in (active, slot_list(active, list_for(16, rows.device))):
@@ -246,6 +247,21 @@ def test_broken_bounds_write_only_slots_of_the_table(bounds, device):
         others = torch.ones(16, dtype=torch.bool, device=device)
         others[table.long()] = False
         assert (bits(shadow)[others] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("tokens", [40, 90, 330], ids=["one way", "another", "long way"])
+@pytest.mark.parametrize("page_size", [0, 3])
+def test_more_rows_than_a_tile_a_program(tokens, page_size, device):
+    """Each program walks over several tiles; the last is not full."""
+    slots = 400
+    if page_size:
+        case = paged_case([tokens - 9, 0, 9], page_size, num_slots=slots, seed=5, holes=True, device=device)
+    else:
+        case = ragged_case([tokens - 9, 0, 9], num_slots=slots, seed=5, holes=True, device=device)
+    rows = random_pool(slots, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    check_shadow(rows, case, torch.bfloat16)
+    check_shadow(rows, case, torch.bfloat16, listed=True)
+    check_gather(rows, case, torch.bfloat16, steps=1)
 
 
 def test_an_empty_pool_is_cast_to_nothing(device):
