@@ -46,6 +46,8 @@ class Attempt:
         self.facts: Facts | None = None
         # Why nothing serves this call, should it ask for a cast.
         self._unserved = ""
+        # What the whole server does that leaves this call to stock.
+        self._outside: str | None = None
         # How stock writes what waits for the cast.
         self._waits: functools.partial[None] | None = None
 
@@ -75,9 +77,9 @@ class Attempt:
             page_size=self.backend.page_size if site.family == "fa3" else 1,
             family=site.family,
         )
-        reason = _outside(state, self.backend)
-        if reason is not None:
-            self.fell_back(reason)
+        self._outside = _outside(state)
+        if self._outside is not None:
+            self.fell_back(self._outside)
             return
         self.strategy_name = self.runtime.choice(state, self.facts).strategy
         if self.strategy_name == "stock":
@@ -146,7 +148,7 @@ class Attempt:
     def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
         """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
         is_ours = not args and not kwargs and self.facts is not None and self.runtime.asked != "stock"
-        if is_ours and self._is_one_rank():
+        if is_ours and self._outside is None:
             try:
                 why = self.runtime.write_refusal(self.state, pool, self.facts)
                 new = write.new_rows(pool, layer, loc, nope, rope) if why is None else None
@@ -245,9 +247,6 @@ class Attempt:
             self.fell_back(f"{self.strategy_name} failed")
         self.runtime.broke(self.strategy_name, error)
 
-    def _is_one_rank(self) -> bool:
-        return _outside(self.state, self.backend) is None
-
     def _wrote(self, how: str) -> None:
         if self.graph is None:
             self.runtime.counters.writes[how] += 1
@@ -263,7 +262,7 @@ def _has_metadata(backend: Any, site: Site) -> bool:
     return not (site.family == "flashinfer_mla" and site.kind == "extend" and metadata.use_ragged)
 
 
-def _outside(state: BackendState, backend: Any) -> str | None:
+def _outside(state: BackendState) -> str | None:
     """What the whole server does that leaves every call to stock."""
     args = state.server_args
     if (getattr(args, "dcp_size", 1) or 1) > 1:

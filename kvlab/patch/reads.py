@@ -76,8 +76,9 @@ class FlashInferMLA:
             indptr = backend.kv_indptr[: indptr.numel()]
         if indices.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int32:
             return Stock(f"kv_indices {indices.dtype}, kv_indptr {indptr.dtype}")
+        # Not `ragged`, which checks more than a layer's call has time for.
         return Reads(
-            [ActiveSlots.ragged(indices, indptr)],
+            [ActiveSlots(indices, indptr)],
             q_indptr=None if kind == "decode" else wrapper._qo_indptr_buf,
             causal=kind == "extend",
         )

@@ -52,8 +52,11 @@ def main() -> int:
         one.add_argument("--capture", type=int, nargs="*", default=[1, 16])
         one.add_argument("--steps", type=int, default=32)
     turns = commands.choices["turns"]
-    turns.add_argument("--order", nargs="+", default=["control_bf16", "exact", "fast"] * 2)
+    turns.add_argument(
+        "--order", nargs="+", default=["control_bf16", "exact", "fast"] * 2, help="STRATEGY or STRATEGY@POOL"
+    )
     turns.add_argument("--control-pool", type=int, default=132_608)
+    turns.add_argument("--stock-steps", type=int, default=12)
     run = commands.choices["run"]
     run.add_argument("--new-tokens", type=int, default=256)
     run.add_argument("--no-graphs", action="store_true")
@@ -196,15 +199,18 @@ def take_turns(asked: argparse.Namespace) -> int:
     from kvlab.bench.step_child import point, process
 
     batches = tuple(sorted({*asked.capture, *asked.batches}))
-    pool_of = {"control_bf16": asked.control_pool}
-    asked.strategy, pool = asked.order[0], asked.pool
-    asked.pool = pool_of.get(asked.strategy, pool)
+    order = []
+    for one in asked.order:
+        strategy, _, pool = one.partition("@")
+        order.append(
+            (strategy, int(pool or (asked.control_pool if strategy == "control_bf16" else asked.pool)))
+        )
+    asked.strategy, asked.pool = order[0]
     rank = loaded(asked, graphs=True, batches=batches)
     runs: list[Any] = []
     processes: list[Any] = []
-    for turn, strategy in enumerate(asked.order):
+    for turn, (strategy, slots) in enumerate(order):
         if turn:
-            slots = pool_of.get(strategy, pool)
             rank = again(rank, replace(rank.setup, strategy=strategy, pool=slots))
         child = Child(
             model=asked.model,
@@ -216,7 +222,7 @@ def take_turns(asked: argparse.Namespace) -> int:
             cuda_graphs=True,
             points=(),
             tp=asked.tp,
-            steps=asked.steps,
+            steps=asked.stock_steps if strategy == "stock" else asked.steps,
             out="",
         )
         for context in asked.contexts:
@@ -225,7 +231,7 @@ def take_turns(asked: argparse.Namespace) -> int:
                 runs.append(msgspec.structs.replace(step, process=turn))
                 if not step.reason:
                     said = f"{step.step_ms:.3f} ms, graph {step.graph_ms:.3f}, replayed {step.replay_ms:.3f}"
-                    say(f"{strategy} {batch} x {context:,}: {said}, host {step.host_ms:.3f}")
+                    say(f"{strategy} {slots:,} {batch} x {context:,}: {said}, host {step.host_ms:.3f}")
         # Anew: each turn has a KVLAB_PATCH of its own.
         known = provenance.collect(env=["KVLAB_PATCH"])
         processes.append(msgspec.structs.replace(process(rank, strategy), provenance=known, memory={}))
