@@ -264,6 +264,14 @@ def test_more_rows_than_a_tile_a_program(tokens, page_size, device):
     check_gather(rows, case, torch.bfloat16, steps=1)
 
 
+@pytest.mark.parametrize("width", [1, 20, 65, 72])
+def test_rows_of_any_width(width, device):
+    case = ragged_case([30, 9], num_slots=50, seed=5, device=device)
+    rows = random_pool(50, width, torch.float8_e4m3fn, seed=2, device=device)
+    check_shadow(rows, case, torch.bfloat16)
+    check_gather(rows, case, torch.bfloat16, steps=1)
+
+
 def test_an_empty_pool_is_cast_to_nothing(device):
     rows = random_pool(0, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
     active = ActiveSlots.ragged(i32([1, 2], device), i32([0, 2], device))
