@@ -272,6 +272,19 @@ def test_rows_of_any_width(width, device):
     check_gather(rows, case, torch.bfloat16, steps=1)
 
 
+def test_what_is_written_may_be_a_slice(device):
+    case = ragged_case([30, 9], num_slots=50, seed=5, device=device)
+    rows = random_pool(50, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    found = slot_map(case.active, 50)
+    for write in (lambda out: shadow_cast(rows, out, case.active), lambda out: gather_cast(rows, out, found)):
+        plain = untouched(50, 1, WIDTH, dtype=torch.bfloat16, device=device)
+        wide = untouched(50, 3, WIDTH, dtype=torch.bfloat16, device=device)
+        write(plain)
+        write(wide[:, 1:2])
+        assert torch.equal(bits(wide)[:, 1:2], bits(plain))
+        assert (bits(wide)[:, ::2] == UNTOUCHED).all()
+
+
 def test_an_empty_pool_is_cast_to_nothing(device):
     rows = random_pool(0, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
     active = ActiveSlots.ragged(i32([1, 2], device), i32([0, 2], device))
