@@ -56,9 +56,12 @@ def collect(command: Sequence[str] | None = None, *, env: Sequence[str] = ()) ->
 
 
 def _program() -> str:
-    """How this process was started: `python -m package` runs a file named __main__.py."""
+    """How this process was started: `python -m package` runs a file named __main__.py, `-m module` its own."""
     started = Path(sys.argv[0])
-    return f"python -m {started.parent.name}" if started.name == "__main__.py" else started.name
+    if started.name == "__main__.py":
+        return f"python -m {started.parent.name}"
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return f"python -m {spec.name}" if spec and spec.origin == sys.argv[0] else started.name
 
 
 def _shorten(arg: str) -> str:
