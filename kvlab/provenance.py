@@ -56,7 +56,7 @@ def collect(command: Sequence[str] | None = None, *, env: Sequence[str] = ()) ->
 
 
 def _program() -> str:
-    """How this process was started: `python -m package` runs a file named __main__.py, `-m module` its own."""
+    """How this process was started: `-m package` runs a file named __main__.py, `-m module` its own."""
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return f"python -m {started.parent.name}"
