@@ -176,8 +176,11 @@ _ANY = 1 << 30
 # Swept on an H200: for at most so many query columns a request, requests, and tokens a request that the
 # table has room for, this variant. Clusters merge faster than a crowd of single CTAs, but those of 8 leave
 # SMs unused, and whole items need no merging. Where there is little to do, narrow items start and merge
-# sooner, though each block of columns reads the rows again.
+# sooner, though each block of columns reads the rows again. Up to 128 tokens a request there is no schedule
+# (mla_few_heads.cu), and a lone CTA is up sooner than a cluster.
 _CHOICES: tuple[tuple[int, int, int, Variant], ...] = (
+    (64, 16, 128, _EIGHT),
+    (_ANY, 8, 128, _EIGHT),
     (8, 4, _ANY, replace(_EIGHT, cluster=8)),
     (8, _ANY, _ANY, _EIGHT),
     (16, 4, _ANY, replace(_EIGHT, cluster=8)),

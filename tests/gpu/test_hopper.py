@@ -92,6 +92,10 @@ def variants() -> list[hopper.Variant]:
     return [dataclasses.replace(v, cluster=c) for v in dict.fromkeys(chosen) for c in (v.cluster, 4)]
 
 
+def name_of(v: hopper.Variant) -> str:
+    return f"{v.columns}c{v.cluster}"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Everything below, compiled side by side."""
@@ -113,16 +117,48 @@ def test_equals_the_reference(heads, lengths):
     check(*queries(len(lengths), heads), pool(), ragged(lengths))
 
 
-@pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.columns}c{v.cluster}")
+@pytest.mark.parametrize("variant", variants(), ids=name_of)
 def test_every_cluster_size_merges_right(variant):
     for lengths in ([40_000], [5_000, 0, 900, 2], [700] * 40):
         check(*queries(len(lengths), variant.columns), pool(), ragged(lengths), variant=variant)
 
 
-@pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.columns}c{v.cluster}")
+@pytest.mark.parametrize("variant", variants(), ids=name_of)
 def test_reduced(variant):
     """Small enough for compute-sanitizer: items whole and split, an empty one, clusters that merge."""
     check(*queries(4, variant.columns), pool(), ragged([600, 3, 0, 40]), variant=variant)
+
+
+@pytest.mark.parametrize("cluster", [1, 8])
+@pytest.mark.parametrize("heads", [1, 8, 20, 64])
+def test_short_steps(heads, cluster):
+    """Up to 128 tokens a request, 1,024 in clusters, there is no schedule; one token more, and there is."""
+    variant = dataclasses.replace(hopper.choose(8, 8), cluster=cluster)
+    some = ([1], [128], [129], [0], [100, 0, 3, 128, 16, 17], [5] * 15, [128] * 33)
+    more = (
+        [1_024],
+        [1_025],
+        [1_000, 0, 17, 130],
+        [260, 1_024],
+        [8_192],
+        [9_000],
+        [2_100, 0, 5, 4_000],
+        [1_100] * 4,
+    )
+    for lengths in (*some, *more):
+        check(*queries(len(lengths), heads), pool(), ragged(lengths), variant=variant)
+    options = {"variant": variant, "logit_cap": 5.0, "k_scale": 0.5}
+    for size in (1, 3, 64):
+        check(*queries(3, heads, torch.float16), pool(E5M2), paged([90, 0, 128], size), **options)
+    check(*queries(2, heads), pool(), ragged([70, 128], torch.int64, holes=True), variant=variant)
+    check(*queries(2, heads, rope=0), pool(width=512), ragged([70, 128]), variant=variant)
+
+
+@pytest.mark.parametrize("cluster", [1, 8])
+def test_reduced_short(cluster):
+    """Small enough for compute-sanitizer."""
+    variant = dataclasses.replace(hopper.choose(8, 8), cluster=cluster)
+    check(*queries(4, 8), pool(), ragged([100, 3, 0, 40]), variant=variant)
 
 
 @pytest.mark.parametrize("order", ["up", "down", "saw"])
@@ -214,6 +250,38 @@ def test_one_graph_serves_every_length_and_repeats_its_bits(heads):
             want, _ = mla_attention(nope, pe, rows, active, sm_scale=SCALE, dtype=torch.float64)
             assert ((out.double() - want).norm() / want.norm().clamp(min=1e-9)).item() < 2e-3
         assert bool(out.isfinite().all())
+    assert workspace[: hopper.TICKET_BYTES].count_nonzero().item() == 0
+
+
+def test_graphs_that_share_a_workspace_repeat_their_bits():
+    """As a server's: one graph a batch size, whose kernels differ, replayed in any order on other lengths."""
+    rng, rows = random.Random(1), pool()
+    shapes = [(8, 1), (8, 2), (8, 16), (16, 40), (64, 2), (64, 16), (64, 70)]
+    need = max(hopper.workspace_bytes(rows.device, heads, batch) for heads, batch in shapes)
+    workspace = torch.zeros(need, dtype=torch.uint8, device="cuda")
+    graphs = []
+    for heads, batch in shapes:
+        nope, pe = queries(batch, heads)
+        table = torch.randint(100, SLOTS, (batch * 3_000,), device="cuda").int()
+        bounds = torch.zeros(batch + 1, dtype=torch.int32, device="cuda")
+        out = torch.empty_like(nope)
+        call = {"q_nope": nope, "q_pe": pe, "rows": rows, "active": ActiveSlots.ragged(table, bounds)}
+        call |= {"sm_scale": SCALE, "out": out, "workspace": workspace}
+        hopper.mla_decode(**call)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hopper.mla_decode(**call)
+        graphs.append((graph, bounds, out))
+    seen = {}
+    steps = [(i, j) for i in range(len(graphs)) for j in range(3)] * 4
+    rng.shuffle(steps)
+    for i, j in steps:
+        graph, bounds, out = graphs[i]
+        lengths = random.Random(100 * i + j).choices([0, 1, 90, 350, 3_000], k=bounds.numel() - 1)
+        bounds.copy_(torch.tensor([0, *lengths]).cumsum(0))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(seen.setdefault((i, j), out.clone()), out)
     assert workspace[: hopper.TICKET_BYTES].count_nonzero().item() == 0
 
 

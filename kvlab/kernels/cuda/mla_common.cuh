@@ -324,8 +324,9 @@ __device__ __forceinline__ int item_weight(int chunks, int span, int overhead) {
 }
 
 // Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens. All
-// threads read lengths, one warp lays them out. Ends in __syncthreads.
-__device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* scratch) {
+// threads read lengths, one warp lays them out. `known`: the tokens of request number lane, if they have been read,
+// else negative. Ends in __syncthreads.
+__device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* scratch, int known) {
     Plan plan;
     int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0);
     int2 span;
@@ -333,7 +334,7 @@ __device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* len
     if (requests <= 32) {  // a lane a request, every warp for itself
         int r = threadIdx.x & 31, n = 0, blocks = 0;
         if (r < requests) {
-            n = tokens_of(p, r);
+            n = known < 0 ? tokens_of(p, r) : known;
             blocks = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;
         }
         int chunks = (n + CHUNK - 1) / CHUNK, real = chunks ? blocks : 0;
@@ -795,9 +796,10 @@ __device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, con
 }
 
 // A CTA's life: `readers` arrivals free a slot of the ring, which starts at `at`; `consume(item, ring, sink, done)`
-// takes an item's chunks, of which `done` lie before it in this CTA, and puts its result into the sink.
-template <class Consume>
-__device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int readers, Consume consume) {
+// takes an item's chunks, of which `done` lie before it in this CTA, and puts its result into the sink. `serve(known)`
+// may do the whole step in another way; else it may leave the tokens of request number lane in `known`.
+template <class Serve, class Consume>
+__device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int readers, Serve serve, Consume consume) {
     Ring ring;
     ring.slots = p.num_ring;
     ring.data = smem_u32(at);
@@ -820,7 +822,9 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
         if (threadIdx.x == 0) mbar_init(smem_u32(&meet.ready), CLUSTER);
         cluster_arrive();
     }
-    Plan plan = make_plan(p, prefix, length, meet.scratch);  // ends in __syncthreads
+    int known = -1;
+    if (serve(known)) return;
+    Plan plan = make_plan(p, prefix, length, meet.scratch, known);  // ends in __syncthreads
     sink.rank = plan.rank;
     sink.boxed = false;
     Item it;

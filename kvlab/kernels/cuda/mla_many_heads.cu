@@ -406,6 +406,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     kvlab_mla_many_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
-    run(p, sh.meet, dynamic + FIXED_SHARED, WARPS,
+    run(p, sh.meet, dynamic + FIXED_SHARED, WARPS, [](int&) { return false; },
         [&](const Item& it, const Ring& ring, const Sink& to, int done) { consume(p, it, ring, sh, to, done); });
 }
