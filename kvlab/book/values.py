@@ -302,6 +302,7 @@ _FIELD_UNITS = [
     ("ms", r"(^|_)ms($|_per_)"),
     ("us", r"(^|_)us($|_per_)"),
     ("ns", r"(^|_)ns($|_per_)"),
+    ("1/s", r"[^_]_per_s$"),
     ("s", r"(^|_)(s|seconds)($|_per_)"),
 ]
 

@@ -1,12 +1,14 @@
 """What the recorded servers must show: the README and the book say so of them."""
 
 import json
+import re
 
 import pytest
 
 from kvlab import data
 
 FOLDER = data.recorded() / "h200-serve"
+SECOND = data.recorded() / "h200-serve-2"
 
 
 def read(name):
@@ -23,9 +25,13 @@ def identical(found):
     return found["answers"] == found["same_tokens"] == found["same_logprobs"]
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in FOLDER.glob("*.json")))
-def test_every_file_says_where_it_ran(name):
-    where = read(name)["provenance"]
+@pytest.mark.parametrize(
+    "path", sorted([*FOLDER.glob("*.json"), *SECOND.glob("*.json")]), ids=lambda p: p.name
+)
+def test_every_file_says_where_it_ran(path):
+    text = path.read_text(encoding="utf-8")
+    where = json.loads(text)["provenance"]
+    assert not re.search(r"/(tmp|root|work)/", text)
     assert set(where["gpus"]) == {"NVIDIA H200"}
     assert where["versions"]["sglang"] == "0.5.15.post1"
     assert len(where["commit"]) == 40
@@ -159,3 +165,71 @@ def test_what_broke_is_left_to_stock():
     small = read("faults-first-run.json")["cases"]["strict_small_pool"]
     assert (small["rc"], small["left"]) == (1, 0)
     assert "KVLAB_PATCH_STRICT" in small["lines"][0]
+
+
+def second(name):
+    return json.loads((SECOND / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", ["tp2", "pp2", "dp2"])
+def test_two_gpus_with_the_plan_guard_repeat_stock_to_the_bit(case):
+    cases = second("two.json")["cases"]
+    for name in (case, f"{case}_off"):
+        assert served(cases[name])
+        assert cases[name]["a_prompt_token_matters"]
+        assert cases[name]["distinct_tokens"] > 100
+        # All of a crowd come; fifteen asked alone have the unpatched server's tokens.
+        assert cases[name]["crowd"]["complete"] == cases[name]["crowd"]["requests"] == 15
+    assert identical(cases[case][f"against_{case}_off"])
+    assert cases[case]["crowd"]["alone_as_off"] == 15
+    assert cases[f"{case}_off"]["ranks"] == []
+    ranks = cases[case]["ranks"]
+    assert len(ranks) == 2
+    assert all(r["chosen"] == ranks[0]["chosen"] and r["counters"]["fallbacks"] == {} for r in ranks)
+    if case == "pp2":
+        assert [r["server"]["pp_rank"] for r in ranks] == [0, 1]
+
+
+def test_all_layers_over_http_under_load():
+    import msgspec
+
+    from kvlab.bench.serve_results import ServeRun
+
+    run = msgspec.convert(second("serve.json"), ServeRun)
+    assert "78 layers" in run.model
+    assert "495552" in run.server_args
+    off, exact = (next(s for s in run.servers if s.strategy == name) for name in ("off", "exact"))
+    assert exact.same_tokens
+    (line,) = exact.log_lines
+    assert (
+        "exact: decode shadow, extend shadow; a decode step no longer casts 495,553 slots x 78 layers" in line
+    )
+    assert off.log_lines == []
+    assert off.patch is None
+    assert exact.patch["counters"]["fallbacks"] == {}
+    for a, b in zip(off.loads, exact.loads, strict=True):
+        assert a.concurrency == b.concurrency
+        assert a.completed == a.requests
+        assert b.completed == b.requests
+        assert b.output_tokens_per_s > 2 * a.output_tokens_per_s
+    assert off.loads[0].tpot_ms_median > 6 * exact.loads[0].tpot_ms_median
+
+
+def test_an_operator_s_commands_at_the_loaded_servers():
+    servers = second("operator.json")["servers"]
+    assert servers["off"]["verify"]["rc"] == 0
+    assert servers["off"]["status"]["rc"] == 2
+    assert "runs unpatched" in servers["off"]["status"]["err"]
+    found = json.loads(servers["exact"]["verify"]["out"])
+    assert found["identical"]
+    assert found["strategy_after"] == "exact"
+    assert "patched with shadow" in servers["exact"]["status_words"]["out"]
+    status = json.loads(servers["exact"]["status"]["out"])
+    assert status["counters"]["bytes_avoided"] > 10**13
+    assert status["counters"]["fallbacks"] == {}
+
+
+def test_the_patch_s_own_plan_waits():
+    found = second("plan-race.json")
+    assert found["ahead_differs"] == found["ahead_is_the_next_plans"] == found["steps"] - 1
+    assert found["guarded_differs"] == found["patched_differs"] == 0
