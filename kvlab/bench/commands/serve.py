@@ -1,5 +1,6 @@
 """`kvlab bench serve`."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,7 +124,9 @@ def _show(run: "ServeRun") -> None:
         console.width = 140
     p = run.provenance
     sglang = p.versions.get("sglang", "not installed here")
-    console.print(f"{run.model}, SGLang {sglang}, {', '.join(p.gpus) or 'no GPU'}, {p.date}")
+    # The host's GPUs; which of them the servers had is in the provenance.
+    gpus = ", ".join(f"{n} x {name}" for name, n in Counter(p.gpus).items()) or "no GPU"
+    console.print(f"{run.model}, SGLang {sglang}, host of {gpus}, {p.date}")
     table = Table()
     columns = (
         "server",
@@ -155,5 +158,7 @@ def _show(run: "ServeRun") -> None:
             )
     console.print(table)
     for server in run.servers:
+        if server.provenance is not None:
+            console.print(f"{server.strategy}: of {server.provenance.date}, {server.provenance.commit}")
         if server.error:
             console.print(f"{server.strategy}: {server.error}")
