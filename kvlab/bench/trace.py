@@ -33,7 +33,7 @@ class Reading(msgspec.Struct, kw_only=True, frozen=True):
     cpu_seconds: float
     """Of its processes together: what a busy machine does not stretch as much."""
     peak_bytes: int
-    """Resident memory, summed over its processes."""
+    """Resident memory, summed over its processes; pages that they share count once."""
     answer: Any
     error: str | None = None
 
@@ -186,11 +186,11 @@ def _run(python: str, imports: str, code: str, path: Path) -> dict[str, Any]:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of a process and its children, from /proc; 0 where there is none."""
+    """Resident bytes of a process and its children, shared ones once, from /proc; 0 where there is none."""
     total = 0
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
                 total += int(line.split()[1]) * 1024
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():

@@ -14,12 +14,12 @@ import warnings
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from kvlab.trace.events import Events
-from kvlab.trace.store import Builder, HostEvents, Kernels
+from kvlab.trace.store import Builder
 from kvlab.trace.stream import CHUNK
 
 # Below this a process takes longer to start, and to hand over what it read, than it saves.
@@ -31,7 +31,7 @@ _SEAM = re.compile(rb"}\s*,\s*{")
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """What one process read: the columns' bytes, and the tables that their numbers index."""
+    """What one process read, without its columns, which follow: the tables that their numbers index."""
 
     whole: bool
     """The stretch was used up to its last byte, and everything in it."""
@@ -41,8 +41,8 @@ class Part(msgspec.Struct, kw_only=True):
     names: list[str]
     tracks: list[tuple[int | str, int | str]]
     configs: list[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]
-    kernels: dict[str, bytes]
-    host: dict[str, bytes]
+    columns: list[int]
+    """Bytes of each column, as `_columns` orders them."""
     shapes: list[tuple[int, Any]]
     meta: dict[str, Any]
     notes: list[str]
@@ -59,23 +59,25 @@ def read(path: Path, size: int) -> tuple[Builder, dict[str, Any], list[str]] | N
     try:
         builder, events, whole, usable = _stretch(path, *bounds[0])
         notes, meta = [], events.meta
-        while others:
-            text = _finish(others.pop(0))
+        for i, other in enumerate(others):
             if not (whole and usable):
                 return None
             try:
-                part = msgspec.msgpack.decode(text, type=Part)
-            except msgspec.DecodeError:
-                return None
-            whole, usable = part.whole or not others, part.usable
-            _join(builder, part)
+                with open(other.pipe, "rb", closefd=False) as pipe:
+                    part = msgspec.msgpack.decode(pipe.read(int.from_bytes(pipe.read(8))), type=Part)
+                    _join(builder, part, pipe)
+            except (msgspec.DecodeError, ValueError, EOFError):
+                return None  # it died
+            last = i == len(others) - 1
+            whole, usable = part.whole or last, part.usable
             meta.update(part.meta)
-            notes = [] if others else part.notes
+            notes = part.notes if last else []
         return (builder, meta, notes) if whole and usable else None
     finally:
         for other in others:
-            os.kill(other.pid, signal.SIGKILL)
-            _finish(other)
+            os.close(other.pipe)
+            os.kill(other.pid, signal.SIGKILL)  # gone already if it was heard to its end
+            os.waitpid(other.pid, 0)
 
 
 def _cpus() -> int:
@@ -131,58 +133,60 @@ def _start(path: Path, lo: int, hi: int) -> _Other:
         return _Other(pid, ours)
     try:
         with contextlib.suppress(BaseException), open(theirs, "wb") as pipe:
-            pipe.write(msgspec.msgpack.encode(_part(path, lo, hi)))
+            _hand_over(*_stretch(path, lo, hi), pipe)
     finally:
         os._exit(0)
 
 
-def _finish(other: _Other) -> bytes:
-    """What the other process read; nothing where it failed."""
-    with open(other.pipe, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(other.pid, 0)
-    return text
-
-
-def _part(path: Path, lo: int, hi: int) -> Part:
-    builder, events, whole, usable = _stretch(path, lo, hi)
-    return Part(
+def _hand_over(builder: Builder, events: Events, whole: bool, usable: bool, pipe: BinaryIO) -> None:
+    columns = list(_columns(builder))
+    part = Part(
         whole=whole,
         usable=usable,
         events=builder.events,
         names=list(builder.names),
         tracks=list(builder.tracks),
         configs=list(builder.configs),
-        kernels=_columns(builder.kernels),
-        host=_columns(builder.host),
+        columns=[len(column) * column.itemsize for _, column in columns],
         shapes=list(builder.host.shapes.items()),
         meta=events.meta,
         notes=events.notes,
     )
+    head = msgspec.msgpack.encode(part)
+    pipe.write(len(head).to_bytes(8))
+    pipe.write(head)
+    for _, column in columns:
+        pipe.write(memoryview(column))
 
 
-def _columns(columns: Kernels | HostEvents) -> dict[str, bytes]:
-    found = {name: getattr(columns, name) for name in columns.__slots__}
-    return {name: column.tobytes() for name, column in found.items() if isinstance(column, array)}
+def _columns(builder: Builder) -> Iterator[tuple[str, array]]:
+    """The columns with their names, the kernels' before the host's."""
+    for columns in (builder.kernels, builder.host):
+        for name in columns.__slots__:
+            if isinstance(column := getattr(columns, name), array):
+                yield name, column
 
 
-def _join(builder: Builder, part: Part) -> None:
-    names = [builder.names[n] for n in part.names]
-    tracks = [builder.tracks[t] for t in part.tracks]
-    configs = [builder.configs[c] for c in part.configs]
-    tables = {"name": names, "track": tracks, "config": configs}
+def _join(builder: Builder, part: Part, pipe: BinaryIO) -> None:
+    """Append what follows in the pipe. Raises EOFError where it ends early."""
+    tables = {
+        "name": [builder.names[n] for n in part.names],
+        "track": [builder.tracks[t] for t in part.tracks],
+        "config": [builder.configs[c] for c in part.configs],
+    }
     builder.events += part.events
+    builder.seam(builder.kernels)
+    builder.seam(builder.host)
     first = len(builder.host)
-    for columns, theirs in ((builder.kernels, part.kernels), (builder.host, part.host)):
-        builder.seam(columns)
-        for name in list(theirs):
-            mine: array = getattr(columns, name)
-            theirs_column = array(mine.typecode)
-            theirs_column.frombytes(theirs.pop(name))
-            table = tables.get(name)
-            if table is None or table == list(range(len(table))):
-                mine.extend(theirs_column)
-            else:
-                mine.fromlist([table[number] for number in theirs_column])
+    for (name, mine), size in zip(_columns(builder), part.columns, strict=True):
+        theirs = array(mine.typecode)
+        theirs.frombytes(pipe.read(size))
+        if len(theirs) * mine.itemsize != size:
+            raise EOFError
+        table = tables.get(name)
+        if table is None or table == list(range(len(table))):
+            mine.extend(theirs)
+        else:
+            mine.fromlist([table[number] for number in theirs])
     for i, shape in part.shapes:
         builder.host.shapes[first + i] = tuple(shape)
