@@ -2,10 +2,9 @@
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress, pairwise
-from typing import Any
 
 from kvlab.trace.classes import Kind
 from kvlab.trace.steps import Step
@@ -63,10 +62,8 @@ def measure(rank: Rank, step: Step, kinds: Sequence[Kind | None]) -> Measure:
             active += took
             continue
         group = list(zip(starts[lo:hi], ends[lo:hi], tracks[lo:hi], classes[lo:hi], strict=True))
-        busy += sum(_by_key((start, end, track) for start, end, track, _ in group).values())
-        for (_, cls), took in _by_key((start, end, (track, cls)) for start, end, track, cls in group).items():
-            total[cls] += took
-        active += _sweep([(start, end, cls) for start, end, _, cls in group], exposed)
+        busy += _streams(group, total)
+        active += _sweep(group, exposed)
     span = step.end - step.start
     device = span
     if step.graphs:
@@ -78,21 +75,31 @@ def measure(rank: Rank, step: Step, kinds: Sequence[Kind | None]) -> Measure:
     return Measure(span, device, busy, active, dict(total), dict(exposed), dict(Counter(classes)))
 
 
-def _by_key(intervals: Iterable[tuple[float, float, Any]]) -> dict[Any, float]:
-    """The united time of each key's (start, end, key), ordered by start."""
-    until: dict[Any, float] = {}
-    took: dict[Any, float] = defaultdict(float)
-    for start, end, key in intervals:
-        seen = until.get(key, start)
-        if end > seen:
-            took[key] += end - max(start, seen)
-            until[key] = end
-    return took
+Group = Sequence[tuple[float, float, int, str]]
+"""(start, end, track, class) of kernels, ordered by start."""
 
 
-def _sweep(group: Sequence[tuple[float, float, str]], exposed: dict[str, float]) -> float:
+def _streams(group: Group, total: dict[str, float]) -> float:
+    """The united time of each stream, summed; to `total` is added each class's on each stream."""
+    busy = 0.0
+    streams: dict[int, float] = {}
+    classes: dict[tuple[int, str], float] = {}
+    for start, end, track, cls in group:
+        until = streams.get(track, start)
+        if end > until:
+            busy += end - (until if until > start else start)
+            streams[track] = end
+        until = classes.get((track, cls), start)
+        if end > until:
+            total[cls] += end - (until if until > start else start)
+            classes[track, cls] = end
+    return busy
+
+
+def _sweep(group: Group, exposed: dict[str, float]) -> float:
     """The time in which something runs; to `exposed` is added in which one class runs alone."""
-    edges = [edge for a, b, cls in group if b > a for edge in ((a, 1, cls), (b, -1, cls))]
+    edges = [(a, 1, cls) for a, b, _, cls in group if b > a]
+    edges += [(b, -1, cls) for a, b, _, cls in group if b > a]
     edges.sort()
     running: dict[str, int] = {}
     active, before = 0.0, 0.0
