@@ -199,4 +199,14 @@ def _notes(before: Report, after: Report) -> list[str]:
         b, a = getattr(before, what), getattr(after, what)
         if b != a:
             notes.append(f"the traces differ in {what.replace('_', ' ')}: {b} before, {a} after")
+    waits = [word for word, r in (("before", before), ("after", after)) if _waits_for_host(r)]
+    if waits:
+        notes.append(
+            f"{' and '.join(waits)}, the step waits for its host, which the profiler slows: compare the "
+            f"GPU's busy time, {before.busy_ms:.2f} ms before and {after.busy_ms:.2f} after"
+        )
     return notes
+
+
+def _waits_for_host(r: Report) -> bool:
+    return not r.cuda_graphs and (r.step_ms or 0.0) > 2 * (r.active_ms or 0.0)

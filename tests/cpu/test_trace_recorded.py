@@ -84,6 +84,10 @@ def test_eager_steps_have_the_same_casts_and_wait_for_their_host(traces, backend
     assert eager.kv_cast.launched_from == ["aten::copy_"]
     assert eager.busy_ms == pytest.approx(graphs.busy_ms, rel=0.02)
     assert eager.idle_ms > eager.busy_ms
+    (note,) = (n for n in diff(eager, graphs).notes if "waits for its host" in n)
+    assert note.startswith("before, ")
+    assert f"{eager.busy_ms:.2f} ms before and {graphs.busy_ms:.2f} after" in note
+    assert not any("host" in n for n in diff(graphs, graphs).notes)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
