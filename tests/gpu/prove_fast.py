@@ -2,11 +2,11 @@
 
     python tests/gpu/prove_fast.py OUT.json [--steps 256] [--runs 3] [--strategy fast]
 
-One rank of `prove_patch.py`, its 16 prompts in one batch, several times with CUDA graphs and once without,
-and 13 of them twice, whose batch a graph of 16 pads. At each step every layer's query, new row and attention
-output are copied, inside the captured graph, and kept; so are the prompts' rows. Told is the first step and
-layer at which two runs differ, whether what the kernel read differed there already, and which requests. Every
-layer's output of some steps is held against float64 attention over the rows that the layer read.
+One rank of `prove_patch.py`, its 16 prompts in one batch, several times with CUDA graphs and once without;
+13 of them twice, whose batch a graph of 16 pads; and one alone. At each step every layer's query, new row and
+attention output are copied, inside the captured graph, and kept; so are the prompts' rows. Told is the first
+step and layer at which two runs differ, whether what the kernel read differed there already, and which
+requests. Every layer's output of some steps is held against float64 attention over the rows that it read.
 """
 
 import argparse
@@ -38,20 +38,29 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
 
-    tap, few = Tap(), PROMPTS[:13]
+    tap = Tap()
     with tap.listening():
         rank = loaded(asked, graphs=True, batches=(1, len(PROMPTS)))
     result: dict[str, Any] = {"case": case(asked, rank), "prompts": PROMPTS, "runs": [], "differ": []}
-    groups: list[list[Run]] = [[], []]
-    plan = [("graphs", PROMPTS, asked.steps)] * asked.runs + [("graphs, padded", few, asked.eager_steps)] * 2
-    for number, (name, lengths, steps) in enumerate(plan, 1):
-        run = Run.of(f"{number}: {name}", rank, tap, lengths, steps)
-        groups[lengths is few].append(run)
+    groups: list[list[Run]] = []
+
+    def decode(name: str, lengths: list[int], steps: int) -> Run:
+        run = Run.of(name, rank, tap, lengths, steps)
         result["runs"].append(run.told())
         say(str(result["runs"][-1]))
-    with tap.listening(), eager(rank):
-        groups[0].append(Run.of("eager", rank, tap, PROMPTS, asked.eager_steps))
-    result["runs"].append(groups[0][-1].told())
+        return run
+
+    plan = [
+        ("together", PROMPTS, asked.steps, asked.runs, asked.eager_steps),
+        ("padded", PROMPTS[:13], asked.eager_steps, 2, 0),
+        ("alone", PROMPTS[-1:], 2 * asked.eager_steps, 2, asked.eager_steps),
+    ]
+    for name, lengths, steps, times, of_eager in plan:
+        group = [decode(f"{name}, graphs, {n + 1}", lengths, steps) for n in range(times)]
+        if of_eager:
+            with tap.listening(), eager(rank):
+                group.append(decode(f"{name}, eager", lengths, of_eager))
+        groups.append(group)
     for first, *others in groups:
         found = [differ(first, other) for other in others]
         result["differ"] += found
