@@ -101,9 +101,16 @@ def merged(processes: list[dict[str, Any]]) -> dict[str, Any]:
             calls.setdefault(site, Counter()).update(its)
         fallbacks.update(p["counters"]["fallbacks"])
         writes.update(p["counters"].get("kv_writes", {}))
+    # An Engine has a port that it does not listen on: the default one, unless it is told.
+    places = Counter(tuple(p["server"].get(n) for n in ("dp_rank", "pp_rank", "tp_rank")) for p in processes)
+    servers = max(places.values())
+    note = (
+        f"{servers} servers or Engines have that port: this is all of them" if servers > 1 else first["note"]
+    )
     of_rank = ("strategy", "chosen", "scratch_bytes", "note")
     return {
-        **{k: first[k] for k in ("sglang", "sites", "strategy", "chosen", "note")},
+        **{k: first[k] for k in ("sglang", "sites", "strategy", "chosen")},
+        "note": note,
         "counters": {
             "calls": calls,
             "fallbacks": fallbacks,

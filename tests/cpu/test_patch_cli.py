@@ -353,6 +353,16 @@ def test_status_names_the_rank_that_is_unlike_the_first(sglang, run):
     assert f"unlike the first, scheduler {other.pid}: exact; fa3.decode stock" in words
 
 
+def test_status_says_where_two_servers_have_one_port():
+    from kvlab.commands.patch import merged
+
+    first, other = (said(pid, server={"port": 30000, "tp_rank": 0}) for pid in (os.getpid(), os.getppid()))
+    assert merged([first])["note"] == ""
+    assert merged([first, other])["note"] == "2 servers or Engines have that port: this is all of them"
+    ranks = [said(os.getpid(), server={"port": 30000, "tp_rank": n}) for n in range(2)]
+    assert merged(ranks)["note"] == ""
+
+
 def test_status_of_another_host_is_not_answered_from_this_one(sglang, run):
     (sglang / "run").mkdir()
     text = json.dumps(said(os.getpid()))
