@@ -365,9 +365,10 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
 #if SHORT
 // Steps whose requests all have 128 tokens at most need no schedule, and no partial results: a CTA takes a request's
 // block of columns, a warp 16 of its tokens for the scores and 64 of the dims for the output. What such a step
-// takes is one load's latency behind another, so Q's are under way before the lengths are known. Clusters of 8 take
-// 1,024 tokens in the same way, a CTA an eighth of them, and its rank's 64 dims of what all have summed up; several
-// clusters that share a request leave theirs in memory, and the last to do so adds them up.
+// takes is one load's latency behind another, so Q's are under way before the lengths are known. Longer requests are
+// served in the same way as long as there is a CTA for every 128 tokens: in clusters of 8 a CTA takes an eighth of 1,024
+// tokens, and its rank's 64 dims of what all have summed up; clusters or lone CTAs that share a request leave theirs in
+// memory, and the last to do so adds them up.
 #define SHORT_TOKENS (CHUNK * WARPS)
 
 struct ShortShared {
@@ -387,13 +388,13 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
     }
     Item it;
     uint2 x[5];
-    auto load_query = [&] {
-        int head = it.block * NH + warp < p.heads ? it.block * NH + warp : 0;
-        const uint2* nope = (const uint2*)(p.q_nope + it.request * p.qn_token + head * p.qn_head) + lane;
+    auto load_query = [&](int request, int block) {
+        int head = block * NH + warp < p.heads ? block * NH + warp : 0;
+        const uint2* nope = (const uint2*)(p.q_nope + request * p.qn_token + head * p.qn_head) + lane;
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] = __ldcg(nope + 32 * j);
 #if ROPE
-        x[4] = __ldcg((const uint2*)(p.q_pe + it.request * p.qp_token + head * p.qp_head) + (lane & 15));
+        x[4] = __ldcg((const uint2*)(p.q_pe + request * p.qp_token + head * p.qp_head) + (lane & 15));
 #else
         x[4] = x[3];
 #endif
@@ -402,14 +403,14 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
     it.request = MULTI ? divide(blockIdx.x, blocks) : blockIdx.x;
     it.block = MULTI ? blockIdx.x - it.request * blocks : 0;
     bool mine = it.request < p.bs && warp < WARPS;
-    if (mine) load_query();
+    if (mine) load_query(it.request, it.block);
     known = n = n < first ? 0 : n - first;
-    bool clusters = CLUSTER == 8 && __any_sync(~0u, n > SHORT_TOKENS);
+    bool spread = (CLUSTER == 1 || CLUSTER == 8) && __any_sync(~0u, n > SHORT_TOKENS);
     int rank = 0, unit = blockIdx.x, base = 0, count;  // this CTA's tokens of the item: [base, base + count)
     it.unit0 = unit;
     it.parts = 1;
-    if (clusters) {
-        rank = cluster_rank();
+    if (spread) {
+        rank = CLUSTER > 1 ? cluster_rank() : 0;
         unit /= CLUSTER;
         int parts = n ? (n + CLUSTER * SHORT_TOKENS - 1) / (CLUSTER * SHORT_TOKENS) : lane < p.bs;
         int end = warp_scan(parts * blocks), total = __shfl_sync(~0u, end, 31);
@@ -420,7 +421,7 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
         unit -= __shfl_sync(~0u, end - parts * blocks, it.request);  // among the request's
         it.block = MULTI ? divide(unit, it.parts) : 0;
         it.unit0 = blockIdx.x / CLUSTER - (unit - it.block * it.parts);
-        load_query();
+        load_query(it.request, it.block);
     } else {
         if (__any_sync(~0u, n > SHORT_TOKENS)) return false;
         if (!mine) return true;
@@ -430,7 +431,7 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
     it.length = __shfl_sync(~0u, n, it.request);
     i64 start = PAGED ? it.request * p.table_stride : __shfl_sync(~0u, first, it.request);
     count = it.length;
-    if (clusters) {  // whole chunks for all but the last
+    if (spread) {  // whole chunks for all but the last
         int chunks = divide_up(divide_up(it.length, CHUNK), it.parts), each = (chunks + CLUSTER - 1) / CLUSTER;
         int part = blockIdx.x / CLUSTER - it.unit0, from = rank * each;
         from = from < chunks ? from : chunks;
@@ -549,8 +550,34 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
         l[0] += y.x;
         l[1] += y.y;
     }
+    // From here on o holds tiles tile0 ... of 16 dims each, `tiles` of them, of this CTA's dims.
     Target to = target_of(p, it, 2 * t);
-    if (clusters) {
+    constexpr int tiles = CLUSTER == 8 ? 1 : 4;
+    int tile0 = 4 * warp, part = blockIdx.x / CLUSTER - it.unit0;
+    auto begin = [&] {
+        m[0] = m[1] = NOTHING;
+        l[0] = l[1] = 0.f;
+#pragma unroll
+        for (int k = 0; k < tiles; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) o[k][i] = 0.f;
+    };
+    auto add = [&](float4 c, const float4(&y)[tiles]) {
+        float t0 = fmaxf(m[0], c.x), t1 = fmaxf(m[1], c.z);
+        float f0 = weight_of(c.x, t0), f1 = weight_of(c.z, t1), g0 = weight_of(m[0], t0), g1 = weight_of(m[1], t1);
+        m[0] = t0;
+        m[1] = t1;
+        l[0] = l[0] * g0 + f0 * c.y;
+        l[1] = l[1] * g1 + f1 * c.w;
+#pragma unroll
+        for (int k = 0; k < tiles; k++) {
+            o[k][0] = o[k][0] * g0 + f0 * y[k].x;
+            o[k][1] = o[k][1] * g1 + f1 * y[k].y;
+            o[k][2] = o[k][2] * g0 + f0 * y[k].z;
+            o[k][3] = o[k][3] * g1 + f1 * y[k].w;
+        }
+    };
+    if (CLUSTER == 8 && spread) {
         cluster_wait();  // the others have begun: `run` arrived
         u32 there = at_rank(smem_u32(sh.merge), warp) + (rank * 4 * 32 + lane) * 16;
 #pragma unroll
@@ -559,59 +586,47 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
             store_at(at_rank(smem_u32(&sh.meet.box[rank % CLUSTER][2 * t]), warp), make_float4(m[0], l[0], m[1], l[1]));
         cluster_sync();
         if (warp >= 4) return true;
-        float4 sum;
-        auto begin = [&] {
-            sum = make_float4(0.f, 0.f, 0.f, 0.f);
-            m[0] = m[1] = NOTHING;
-            l[0] = l[1] = 0.f;
-        };
-        auto add = [&](float4 c, float4 y) {
-            float t0 = fmaxf(m[0], c.x), t1 = fmaxf(m[1], c.z);
-            float f0 = weight_of(c.x, t0), f1 = weight_of(c.z, t1), g0 = weight_of(m[0], t0), g1 = weight_of(m[1], t1);
-            m[0] = t0;
-            m[1] = t1;
-            l[0] = l[0] * g0 + f0 * c.y;
-            l[1] = l[1] * g1 + f1 * c.w;
-            sum.x = sum.x * g0 + f0 * y.x;
-            sum.z = sum.z * g0 + f0 * y.z;
-            sum.y = sum.y * g1 + f1 * y.y;
-            sum.w = sum.w * g1 + f1 * y.w;
-        };
+        tile0 = 4 * rank + warp;
         begin();
 #pragma unroll
-        for (int i = 0; i < CLUSTER; i++)
-            add(*(const float4*)&sh.meet.box[i][2 * t], sh.merge[(i * 4 + warp) * 32 + lane]);
-        if (it.parts > 1) {
-            auto part_at = [&](int i) { return p.partial + (((it.unit0 + i) * CLUSTER + rank) * 4 + warp) * 32 + lane; };
-            auto sums_at = [&](int i) { return (float4*)(p.ml + ((it.unit0 + i) * CLUSTER + rank) * NH + 2 * t); };
-            int part = blockIdx.x / CLUSTER - it.unit0;
-            *part_at(part) = sum;
-            if (warp == 0 && lane < 4) *sums_at(part) = make_float4(m[0], l[0], m[1], l[1]);
-            named_sync(2, 4 * 32);
-            if (threadIdx.x == 0) {
-                u32 before, *ticket = p.tickets + it.unit0 * CLUSTER + rank;
-                asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-                if (before == (u32)(it.parts - 1)) *ticket = 0;  // for the next launch
-                sh.meet.flag = before == (u32)(it.parts - 1);
-            }
-            named_sync(2, 4 * 32);
-            if (!sh.meet.flag) return true;
-            begin();
+        for (int i = 0; i < CLUSTER; i++) {
+            float4 y[tiles] = {sh.merge[(i * 4 + warp) * 32 + lane]};
+            add(*(const float4*)&sh.meet.box[i][2 * t], y);
+        }
+    }
+    if ((CLUSTER == 1 || CLUSTER == 8) && it.parts > 1) {
+        constexpr int threads = CLUSTER == 8 ? 4 * 32 : WARPS * 32;  // that are still here
+        auto part_at = [&](int i) { return p.partial + ((it.unit0 + i) * (RANK / 16) + tile0) * 32 + lane; };
+        auto sums_at = [&](int i) { return (float4*)(p.ml + ((it.unit0 + i) * CLUSTER + rank) * NH + 2 * t); };
+#pragma unroll
+        for (int k = 0; k < tiles; k++) part_at(part)[k * 32] = make_float4(o[k][0], o[k][1], o[k][2], o[k][3]);
+        if (warp == 0 && lane < 4) *sums_at(part) = make_float4(m[0], l[0], m[1], l[1]);
+        named_sync(2, threads);
+        if (threadIdx.x == 0) {
+            u32 before, *ticket = p.tickets + it.unit0 * CLUSTER + rank;
+            asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+            if (before == (u32)(it.parts - 1)) *ticket = 0;  // for the next launch
+            sh.meet.flag = before == (u32)(it.parts - 1);
+        }
+        named_sync(2, threads);
+        if (!sh.meet.flag) return true;
+        begin();
 #pragma unroll 4
-            for (int i = 0; i < it.parts; i++) add(__ldcg(sums_at(i)), __ldcg(part_at(i)));
+        for (int i = 0; i < it.parts; i++) {
+            float4 y[tiles];
+#pragma unroll
+            for (int k = 0; k < tiles; k++) y[k] = __ldcg(part_at(i) + k * 32);
+            add(__ldcg(sums_at(i)), y);
         }
-        store_out(to, 4 * rank + warp, sum, inverse_sum(p, l[0]), inverse_sum(p, l[1]));
-        if (rank == 0 && warp == 0 && lane < 4) {
-            store_lse(p, it, 2 * t, m[0], l[0]);
-            store_lse(p, it, 2 * t + 1, m[1], l[1]);
-        }
-        return true;
     }
     float i0 = inverse_sum(p, l[0]), i1 = inverse_sum(p, l[1]);
+    auto put = [&](int k) { store_out(to, tile0 + k, make_float4(o[k][0], o[k][1], o[k][2], o[k][3]), i0, i1); };
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-        store_out(to, 4 * warp + k, make_float4(o[k][0], o[k][1], o[k][2], o[k][3]), i0, i1);
-    if (warp == 0 && lane < 4) {
+    for (int k = 0; k < tiles; k++) put(k);
+    if (CLUSTER == 8 && !spread)
+#pragma unroll
+        for (int k = 1; k < 4; k++) put(k);
+    if (rank == 0 && warp == 0 && lane < 4) {
         store_lse(p, it, 2 * t, m[0], l[0]);
         store_lse(p, it, 2 * t + 1, m[1], l[1]);
     }
