@@ -356,8 +356,9 @@ def test_wrong_tables_and_maps_are_named(device):
     with pytest.raises(BadInput, match=r"workspace: expected one made for 9 slots, ragged, page_size 1"):
         slot_map(active, 9, map_workspace(active, 8))
     rows = random_pool(9, WIDTH, torch.float8_e4m3fn, seed=0, device=device)
-    with pytest.raises(BadInput, match=r"active: expected one of 9 slots"):
-        shadow_cast(rows, torch.zeros_like(rows, dtype=torch.float16), list_for(8, rows.device))
+    for slots in (8, 10):
+        with pytest.raises(BadInput, match=r"active: expected one of 9 slots"):
+            shadow_cast(rows, torch.zeros_like(rows, dtype=torch.float16), list_for(slots, rows.device))
     compact = torch.zeros(9, 1, WIDTH, dtype=torch.float16, device=device)
     with pytest.raises(BadInput, match=r"slot_map: expected one of 9 slots"):
         gather_cast(rows, compact, slot_map(active, 8))
