@@ -11,6 +11,7 @@ from kvlab.patch import casts
 from kvlab.patch.scratch import Scratch
 from kvlab.patch.strategies.passes import Passes
 from kvlab.patch.strategies.shadow import Shadow
+from kvlab.patch.write import NewRows
 
 SLOTS, WIDTH = 40, 32
 
@@ -133,3 +134,27 @@ def test_one_list_serves_all_captured_passes(device):
         for layer in range(3):
             check(strategy, call(backend, layer, active, is_capturing=True, generation=size), device)
     assert len(strategy._captured) == 1
+
+
+def test_only_a_layer_behind_the_one_that_made_the_list_reads_it_early(device, monkeypatch):
+    """Early, a launch may run beside the kernel before it, which there is the list's own."""
+    early, write = [], casts.write_shadow
+
+    def noted(*args, **kwargs):
+        early.append(kwargs["early"])
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(casts, "write_shadow", noted)
+    strategy, backend, active = Shadow(), Backend(), tables([3, 5, 9], device)
+    loc, fp8 = torch.tensor([5], device=device), torch.float8_e4m3fn
+    for generation in range(2):
+        for layer in range(4):
+            rows = random_pool(SLOTS, WIDTH, fp8, seed=layer, device=device)
+            new = torch.ones(1, WIDTH, dtype=torch.bfloat16, device=device)
+            pending = NewRows(rows.view(torch.uint8), loc, new[:, :24], new[:, 24:], fp8)
+            its = call(backend, layer, active, generation=generation, pending=pending)
+            its.settle = lambda its=its: its.pending and its.pending.write()
+            wide = strategy.cast(its, rows, torch.bfloat16)
+            assert torch.equal(bits(wide)[[3, 5, 9]], stock_bits(rows, torch.bfloat16)[[3, 5, 9]])
+    # The very first pass learns at its second layer that there are several.
+    assert early == [False, True, True, False, True, True, True]
