@@ -31,6 +31,7 @@ def test_the_recorded_run(capsys):
     run = json.loads(capsys.readouterr().out)
     assert run["file_bytes"] > 400e6
     assert run["memory_share"] < 0.25
+    assert run["speedup"] >= 6
     assert run["readers"]["report"]["answer"]["copies_per_step"] == 78
     kinds = run["readers"]["HolisticTraceAnalysis"]["answer"]["kernel_types"]
     assert kinds[0]["kernel_type"] == "COMPUTATION"

@@ -59,6 +59,6 @@ def _show(run: "TraceRun") -> None:
     out.print(table)
     one = f" ({run.one_cpu_speedup:.1f} times, of one process)" if run.one_cpu_speedup else ""
     out.print(
-        f"json.load takes {run.speedup:.1f} times as long as read, {run.cpu_speedup:.1f} times the CPU{one}, "
-        f"which needs {run.memory_share:.0%} of the file's size in memory."
+        f"json.load takes {run.speedup:.1f} times as long as read, {run.cpu_speedup:.1f} times the CPU{one}; "
+        f"read needs {run.memory_share:.0%} of the file's size in memory."
     )
