@@ -1,6 +1,8 @@
 """What changed between two traces, per decode step: by class, by kernel, what appeared and what vanished."""
 
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -115,8 +117,16 @@ def diff(before: Report, after: Report) -> Diff:
 def diff_ranks(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     """Compare two runs of one or several ranks: the slowest of each side, and every rank by its name.
 
-    Raises BadInput where the slowest of a side has no decode step.
+    Raises BadInput where the slowest of a side has no decode step, or a side has two traces of a rank.
     """
+    for side in (before, after):
+        for rank, count in Counter(r.rank for r in side).items():
+            if count > 1:
+                files = ", ".join(Path(r.file).name for r in side if r.rank == rank)
+                raise BadInput(
+                    f"{Path(side[0].file).parent}: {count} traces of {rank} ({files}), so they are not the "
+                    f"ranks of one run; name one trace on each side"
+                )
     change = diff(slowest(before), slowest(after))
     if len(before) == len(after) == 1:
         return change

@@ -6,6 +6,7 @@ import json
 import msgspec
 import pytest
 
+from kvlab.cli import main
 from kvlab.data import recorded
 from kvlab.trace import read, report
 from kvlab.trace.diff import diff
@@ -88,6 +89,15 @@ def test_eager_steps_have_the_same_casts_and_wait_for_their_host(traces, backend
     assert note.startswith("before, ")
     assert f"{eager.busy_ms:.2f} ms before and {graphs.busy_ms:.2f} after" in note
     assert not any("host" in n for n in diff(graphs, graphs).notes)
+
+
+def test_a_folder_of_several_batches_is_no_folder_of_ranks(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["trace", "diff", str(TRACES / "fa3-graphs-off"), str(TRACES / "fa3-graphs-fast")])
+    assert e.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "2 traces of rank 0 (decode-b1-c100.trace.json.gz, decode-b16-c100.trace.json.gz)" in said
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
