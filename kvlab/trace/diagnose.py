@@ -92,16 +92,17 @@ def kv_cast(
     rank: Rank,
     steps: Sequence[Step],
     *,
+    layers: int | None,
     busy_us: float,
     exposed_share: float = 1.0,
     bandwidth: tuple[float, str] | None = None,
 ) -> KvCast | None:
     """The cast in `steps`, or None.
 
-    `busy_us`: the GPU's busy time in all of them; `exposed_share`: of the casts' time, the part in which
-    nothing else runs; `bandwidth`: bytes per second of such a cast on this GPU, and where that is from.
+    `layers`: what `layer_count` says of them; `busy_us`: the GPU's busy time in all of them;
+    `exposed_share`: of the casts' time, the part in which nothing else runs; `bandwidth`: bytes per second
+    of such a cast on this GPU, and where that is from.
     """
-    layers = layer_count(trace, rank, steps)
     found = []
     for name, parts in _candidates(trace, rank, steps, layers).items():
         cast = _describe(trace, rank, steps, name, parts, layers, busy_us, exposed_share, bandwidth)

@@ -3,15 +3,15 @@
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import msgspec
 
 from kvlab.trace.classes import classify, short
-from kvlab.trace.diagnose import KvCast, layer_count
-from kvlab.trace.steps import Step, attention_names, by_name
+from kvlab.trace.diagnose import KvCast
+from kvlab.trace.steps import Step, attention_names
 from kvlab.trace.store import Rank, Trace
 
 FOUND, NOT_FOUND, CANNOT_TELL = "found", "not found", "cannot tell"
@@ -38,30 +38,38 @@ def findings(
     predicted_ms: float | None,
     step_ms: float | None,
     *,
+    layers: int | None,
+    names: Mapping[int, tuple[float, int]],
     sglang: str | None = None,
 ) -> list[Finding]:
-    """The findings of one rank's decode steps. `sglang`: the release, None where it is not known."""
+    """The findings of one rank's decode steps.
+
+    `layers` and `names`: what `layer_count` and `by_name` say of them. `sglang`: the release, None where it
+    is not known.
+    """
     if not steps:
         text = "There is no decode step in this trace, so whether one casts its pool cannot be told."
         do = "Record while the server decodes: `python -m kvlab trace record`."
         return [Finding(what=CAST, verdict=CANNOT_TELL, text=text, do=do)]
-    time, count = _by_role(trace, rank, steps)
+    time, count = _by_role(trace, names, len(steps))
     return [
         _cast(trace, rank, steps, cast, predicted_ms, step_ms, sglang),
         *_patch(trace, rank, steps),
-        _write(time["to_fp8"], count["to_fp8"], count["store"], layer_count(trace, rank, steps)),
+        _write(time["to_fp8"], count["to_fp8"], count["store"], layers),
         _fp4(cast, bool(count["fp4"])),
     ]
 
 
-def _by_role(trace: Trace, rank: Rank, steps: Sequence[Step]) -> tuple[dict[str, float], dict[str, float]]:
+def _by_role(
+    trace: Trace, names: Mapping[int, tuple[float, int]], steps: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds and launches per step by a kernel's role."""
     time: dict[str, float] = defaultdict(float)
     count: dict[str, float] = defaultdict(float)
-    for name, (us, launches) in by_name(rank, steps).items():
+    for name, (us, launches) in names.items():
         role = classify(trace.names[name]).role
-        time[role] += us / 1e3 / len(steps)
-        count[role] += launches / len(steps)
+        time[role] += us / 1e3 / steps
+        count[role] += launches / steps
     return time, count
 
 

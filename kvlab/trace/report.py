@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -138,7 +138,9 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
     count = len(decode)
     busy = sum(m.busy for m in measures)
     categories = _categories(measures, busy)
-    kernels = _kernels(trace, rank, steps, kinds)
+    names = by_name(rank, decode)
+    kernels = _kernels(trace, names, count, kinds)
+    layers = diagnose.layer_count(trace, rank, decode) if count else None
     graphs = bool(decode) and all(s.graphs for s in decode)
     periods = [s.period for s in decode if s.period is not None]
     wall = statistics.median(periods or [m.span for m in measures]) / 1e3 if count else None
@@ -149,8 +151,9 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
     cast = None
     if count:
         speed = _bandwidth(rank.device, bandwidth)
+        exposed = min(exposed, 1.0)
         cast = diagnose.kv_cast(
-            trace, rank, decode, busy_us=busy, exposed_share=min(exposed, 1.0), bandwidth=speed
+            trace, rank, decode, layers=layers, busy_us=busy, exposed_share=exposed, bandwidth=speed
         )
     host = None if graphs else _host_ms(trace.names, rank, steps)
     predicted, basis = _predicted(step_ms, cast, host)
@@ -165,7 +168,7 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
         rank=rank.key,
         device=rank.device,
         backend=backend(trace, rank),
-        layers=diagnose.layer_count(trace, rank, decode) if count else None,
+        layers=layers,
         steps=count,
         other_steps=dict(other),
         steps_found_by=steps.how,
@@ -183,7 +186,9 @@ def _report(trace: Trace, rank: Rank, bandwidth: float | None, sglang: str | Non
         kv_cast=cast,
         predicted_step_ms=predicted,
         predicted_from=basis,
-        diagnosis=findings(trace, rank, decode, cast, predicted, step_ms, sglang=sglang),
+        diagnosis=findings(
+            trace, rank, decode, cast, predicted, step_ms, layers=layers, names=names, sglang=sglang
+        ),
         notes=notes,
     )
 
@@ -212,19 +217,19 @@ def _categories(measures: Sequence[Measure], busy: float) -> dict[str, Category]
     return dict(sorted(made.items(), key=lambda item: (-item[1].ms_per_step, ORDER.index(item[0]))))
 
 
-def _kernels(trace: Trace, rank: Rank, steps: Steps, kinds: Sequence[Any]) -> list[Kernel]:
-    decode = steps.decode()
-    found = by_name(rank, decode)
+def _kernels(
+    trace: Trace, names: Mapping[int, tuple[float, int]], steps: int, kinds: Sequence[Any]
+) -> list[Kernel]:
     return [
         Kernel(
             name=trace.names[i],
             short=short(trace.names[i]),
             category=kinds[i].cls,
             label=kinds[i].label,
-            ms_per_step=us / len(decode) / 1e3,
-            launches=launches / len(decode),
+            ms_per_step=us / steps / 1e3,
+            launches=launches / steps,
         )
-        for i, (us, launches) in sorted(found.items(), key=lambda item: -item[1][0])
+        for i, (us, launches) in sorted(names.items(), key=lambda item: -item[1][0])
     ]
 
 
