@@ -271,12 +271,13 @@ def test_graphs_that_share_a_workspace_repeat_their_bits():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             hopper.mla_decode(**call)
-        graphs.append((graph, bounds, out))
+        graphs.append((graph, call))  # which keeps its tensors alive
     seen = {}
     steps = [(i, j) for i in range(len(graphs)) for j in range(3)] * 4
     rng.shuffle(steps)
     for i, j in steps:
-        graph, bounds, out = graphs[i]
+        graph, call = graphs[i]
+        bounds, out = call["active"].bounds, call["out"]
         lengths = random.Random(100 * i + j).choices([0, 1, 90, 350, 3_000], k=bounds.numel() - 1)
         bounds.copy_(torch.tensor([0, *lengths]).cumsum(0))
         out.fill_(torch.nan)
