@@ -121,6 +121,7 @@ CASES: dict[str, Case] = {
     "deep": Case({"KVLAB_TEST_FAULT": "seeded_dummy_weights"}, DEEP, "deep_off", new_tokens=16),
     "fault_self_check": _fault("self_check_raises"),
     "fault_wrong_bit": _fault("self_check_is_wrong"),
+    "fault_joint": _fault("joint_is_wrong"),
     "fault_capture": _fault("capture_raises"),
     "fault_serving": _fault("serving_raises", trigger=True),
     "fault_compile": _fault("compile_fails"),

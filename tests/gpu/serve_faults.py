@@ -41,17 +41,22 @@ def _is_capturing() -> bool:
 
 
 def _raising(when: Any, text: str) -> None:
-    """The shadow cast raises `text` on real rows (a self-check has 256) where `when()`."""
+    """The shadow cast, and that with the KV write, raise `text` where `when(rows)`; a self-check has 256."""
     from kvlab.patch import casts
 
-    right = casts.shadow
+    right, with_write = casts.shadow, casts.write_shadow
 
     def shadow(rows: Any, out: Any, active: Any) -> Any:
         if when(rows):
             raise RuntimeError(text)
         return right(rows, out, active)
 
-    casts.shadow = shadow
+    def write_shadow(found: Any, out: Any, new: Any, *rest: Any, **named: Any) -> Any:
+        if when(new.buffer):
+            raise RuntimeError(text)
+        return with_write(found, out, new, *rest, **named)
+
+    casts.shadow, casts.write_shadow = shadow, write_shadow
 
 
 def self_check_raises() -> None:
@@ -76,6 +81,20 @@ def _int16() -> Any:
     import torch
 
     return torch.int16
+
+
+def joint_is_wrong() -> None:
+    """One bit of what the KV write with the cast gives is off."""
+    from kvlab.patch import casts
+
+    right = casts.write_shadow
+
+    def write_shadow(found: Any, out: Any, new: Any, *rest: Any, **named: Any) -> Any:
+        right(found, out, new, *rest, **named)
+        out.view(_int16())[2, 0, 7] ^= 1
+        return out
+
+    casts.write_shadow = write_shadow
 
 
 def capture_raises() -> None:
@@ -168,6 +187,7 @@ FAULTS = {
         seeded_dummy_weights,
         self_check_raises,
         self_check_is_wrong,
+        joint_is_wrong,
         capture_raises,
         serving_raises,
         compile_fails,
