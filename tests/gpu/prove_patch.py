@@ -488,31 +488,26 @@ def incomparable(stock: dict[str, Any], patched: dict[str, Any]) -> str:
 
 
 def verdict(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
-    """Where two runs differ, section by section and step by step."""
+    """Where two runs differ, step by step, in the sections that the patched one ran."""
+    both = {n: (stock["identity"][n], s) for n, s in patched["identity"].items() if n in stock["identity"]}
     differ = []
-    for name, a in stock["identity"].items():
-        b = patched["identity"].get(name)
-        if b is None:
-            differ.append(f"{name}: not run")
-            continue
+    for name, (a, b) in both.items():
         for row, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
             if (first := _first(x, y)) is not None:
                 differ.append(f"{name}: tokens of request {row} differ from step {first} on")
         if (first := _first(a["logits"], b["logits"])) is not None:
             differ.append(f"{name}: logits differ from step {first} on")
+    tokens = [(x, y) for a, b in both.values() for x, y in zip(a["tokens"], b["tokens"], strict=True)]
     return {
         "case": patched["case"],
-        "identical": not differ and bool(stock["identity"]),
+        "identical": not differ and bool(both),
         "differ": differ[:20],
-        "first_tokens_equal": sum(
-            x[1:2] == y[1:2]
-            for n, a in stock["identity"].items()
-            for x, y in zip(a["tokens"], patched["identity"].get(n, a)["tokens"], strict=True)
-        ),
+        "first_tokens_equal": sum(x[1:2] == y[1:2] for x, y in tokens),
         "across": incomparable(stock, patched),
-        "requests": sum(len(s["tokens"]) for s in stock["identity"].values()),
-        "tokens": sum(len(t) for s in stock["identity"].values() for t in s["tokens"]),
-        "steps": sum(len(s["logits"]) for s in stock["identity"].values()),
+        "sections": sorted(both),
+        "requests": len(tokens),
+        "tokens": sum(len(x) for x, _ in tokens),
+        "steps": sum(len(a["logits"]) for a, _ in both.values()),
     }
 
 
