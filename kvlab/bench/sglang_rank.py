@@ -60,7 +60,7 @@ class Batch:
 @dataclass
 class Rank:
     """A loaded rank. `memory` and `seconds` by stage; `burn`: slots that somebody holds before each batch;
-    `queued`: when the host had handed the last step to the GPU.
+    `queued`: when the host had handed the last step to the GPU; `held`: the runner, while another serves.
     """
 
     setup: Setup
@@ -68,6 +68,7 @@ class Rank:
     burn: int = 0
     others: int = 0
     queued: float = 0.0
+    held: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -200,11 +201,11 @@ def load(setup: Setup) -> Rank:
     return rank
 
 
-def again(rank: Rank, setup: Setup) -> Rank:
+def again(rank: Rank, setup: Setup, *, keep: bool = False) -> Rank:
     """The same weights, where they lie, served by another strategy: pools, backends and graphs anew.
 
     For comparisons closer than two processes repeat each other. Memory is not comparable afterwards: what
-    captured graphs used stays. `rank` serves no longer.
+    captured graphs used stays. `rank` serves no longer; with `keep`, `activate` lets it serve again.
     """
     started = time.perf_counter()
     asked = "off" if setup.strategy in UNPATCHED else setup.strategy
@@ -212,6 +213,8 @@ def again(rank: Rank, setup: Setup) -> Rank:
     from kvlab import patch
 
     runner = rank.runner
+    if keep:
+        rank.held = dict(vars(runner))
     for name in (
         *("decode_cuda_graph_runner", "prefill_cuda_graph_runner", "eager_runner", "graph_shared_output"),
         *("attn_backend", "decode_attn_backend"),
@@ -226,7 +229,14 @@ def again(rank: Rank, setup: Setup) -> Rank:
     runner.configure_kv_cache_dtype()
     fresh = Rank(setup, runner, others=rank.others)
     _serve(fresh, started)
+    if keep:
+        fresh.held = dict(vars(runner))
     return fresh
+
+
+def activate(rank: Rank) -> None:
+    """Let a kept rank serve again. The patch stays as it was applied last: captured graphs have their own."""
+    vars(rank.runner).update(rank.held)
 
 
 def _serve(rank: Rank, started: float) -> None:
@@ -377,16 +387,24 @@ def _graph_of_steps(rank: Rank, batch: Batch) -> float | None:
     return statistics.median(times)
 
 
-def _replayed(rank: Rank, times: int = 16) -> float | None:
-    """The last step's graph again and again: the GPU's part of a step, without the host's.
-
-    It writes the same rows to the same slots and reads the same plan, so nothing changes.
-    """
+def graph_of(rank: Rank) -> Any:
+    """The captured graph of the last step, None where there is none."""
     runner = getattr(rank.runner, "decode_cuda_graph_runner", None)
     graphs = getattr(getattr(runner, "backend", None), "_graphs", {})
-    graph = graphs.get(getattr(runner, "_replay_graph_key", None))
-    if graph is None:
-        return None
+    return graphs.get(getattr(runner, "_replay_graph_key", None))
+
+
+def _replayed(rank: Rank, times: int = 16) -> float | None:
+    """The last step's graph again and again: the GPU's part of a step, without the host's."""
+    graph = graph_of(rank)
+    return None if graph is None else replayed(graph, times)
+
+
+def replayed(graph: Any, times: int) -> float:
+    """Milliseconds a replay, of `times` back to back.
+
+    A step's graph writes the same rows to the same slots and reads the same plan, so nothing changes.
+    """
     graph.replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

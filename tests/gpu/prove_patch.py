@@ -3,6 +3,7 @@
     python tests/gpu/prove_patch.py run OUT.json --strategy stock [--backend fa3] [--page-size 64] …
     python tests/gpu/prove_patch.py errors OUT.json
     python tests/gpu/prove_patch.py turns OUT.json --order control_bf16 exact fast control_bf16 exact fast …
+    python tests/gpu/prove_patch.py pairs OUT.json --order control_bf16 exact fast …
     python tests/gpu/prove_patch.py compare [--across] STOCK.json PATCHED.json …
     python tests/gpu/prove_patch.py across OUT.json RUN.json …
     python tests/gpu/prove_patch.py collect FOLDER OUT_FOLDER
@@ -34,7 +35,7 @@ SHARED, TAILS = 512, [1 + 19 * i for i in range(16)]
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "turns", "errors"):
+    for name in ("run", "turns", "pairs", "errors"):
         one = commands.add_parser(name)
         one.add_argument("out", type=Path)
         one.add_argument("--strategy", default="fast")
@@ -45,18 +46,18 @@ def main() -> int:
         one.add_argument("--burn", type=int, default=0, help="slots that somebody holds before every batch")
         one.add_argument("--backend", default="flashinfer")
         one.add_argument("--page-size", type=int, default=1)
-    for name in ("run", "turns"):
+    for name in ("run", "turns", "pairs"):
         one = commands.choices[name]
         one.add_argument("--contexts", type=int, nargs="*", default=[])
         one.add_argument("--batches", type=int, nargs="*", default=[])
         one.add_argument("--capture", type=int, nargs="*", default=[1, 16])
         one.add_argument("--steps", type=int, default=32)
-    turns = commands.choices["turns"]
-    turns.add_argument(
-        "--order", nargs="+", default=["control_bf16", "exact", "fast"] * 2, help="STRATEGY or STRATEGY@POOL"
-    )
-    turns.add_argument("--control-pool", type=int, default=132_608)
-    turns.add_argument("--stock-steps", type=int, default=12)
+    for name in ("turns", "pairs"):
+        one = commands.choices[name]
+        one.add_argument("--order", nargs="+", required=True, help="STRATEGY or STRATEGY@POOL")
+        one.add_argument("--control-pool", type=int, default=132_608)
+        one.add_argument("--stock-steps", type=int, default=12)
+    commands.choices["pairs"].add_argument("--rounds", type=int, default=20)
     run = commands.choices["run"]
     run.add_argument("--new-tokens", type=int, default=256)
     run.add_argument("--no-graphs", action="store_true")
@@ -81,6 +82,7 @@ def main() -> int:
     actions = {
         "run": run_one,
         "turns": take_turns,
+        "pairs": in_pairs,
         "errors": errors,
         "compare": compare_all,
         "across": across_all,
@@ -199,12 +201,7 @@ def take_turns(asked: argparse.Namespace) -> int:
     from kvlab.bench.step_child import point, process
 
     batches = tuple(sorted({*asked.capture, *asked.batches}))
-    order = []
-    for one in asked.order:
-        strategy, _, pool = one.partition("@")
-        order.append(
-            (strategy, int(pool or (asked.control_pool if strategy == "control_bf16" else asked.pool)))
-        )
+    order = ordered(asked)
     asked.strategy, asked.pool = order[0]
     rank = loaded(asked, graphs=True, batches=batches)
     runs: list[Any] = []
@@ -237,6 +234,65 @@ def take_turns(asked: argparse.Namespace) -> int:
         processes.append(msgspec.structs.replace(process(rank, strategy), provenance=known, memory={}))
         whole = step_results.StepRun(provenance=processes[0].provenance, runs=runs, processes=processes)
         step_results.write(asked.out, whole)
+    return 0
+
+
+def ordered(asked: argparse.Namespace) -> list[tuple[str, int]]:
+    """Strategies and their pools, as `--order` has them."""
+    found = []
+    for one in asked.order:
+        strategy, _, pool = one.partition("@")
+        usual = asked.control_pool if strategy == "control_bf16" else asked.pool
+        found.append((strategy, int(pool or usual)))
+    return found
+
+
+def in_pairs(asked: argparse.Namespace) -> int:
+    """Captured steps of several strategies over the very same weights, replayed by turns, a few at a time.
+
+    What changes the GPU's pace meanwhile changes it for all of them.
+    """
+    import statistics
+    from dataclasses import replace
+
+    import msgspec
+
+    from kvlab.bench.sglang_rank import activate, again, graph_of, replayed
+    from kvlab.bench.step_child import process
+
+    batches = tuple(sorted({*asked.capture, *asked.batches}))
+    order = ordered(asked)
+    asked.strategy, asked.pool = order[0]
+    ranks = [loaded(asked, graphs=True, batches=batches)]
+    for strategy, slots in order[1:]:
+        ranks.append(again(ranks[-1], replace(ranks[0].setup, strategy=strategy, pool=slots), keep=True))
+    names = [strategy for strategy, _ in order]
+    points = []
+    for context in asked.contexts:
+        for batch in asked.batches:
+            graphs, alive = [], []
+            for rank in ranks:
+                activate(rank)
+                if rank.fits(batch, context, 8):
+                    break
+                alive.append(rank.start_at(batch, context))
+                for _ in range(4):
+                    rank.decode(alive[-1])
+                graphs.append(graph_of(rank))
+            if len(graphs) < len(ranks):
+                continue
+            times: dict[str, list[float]] = {name: [] for name in names}
+            for _ in range(asked.rounds):
+                for name, graph in zip(names, graphs, strict=True):
+                    times[name].append(replayed(graph, 8))
+            points.append({"batch": batch, "context": context, "replay_ms": times})
+            medians = {n: (round(statistics.median(t), 3), round(min(t), 3)) for n, t in times.items()}
+            say(f"{batch} x {context:,}: median and least ms {medians}")
+            made = json.loads(msgspec.json.encode(process(ranks[0], names[0])))
+            known = {k: made[k] for k in ("provenance", "tuned", "device")}
+            asked.out.write_text(
+                json.dumps({**known, "order": order, "points": points}) + "\n", encoding="utf-8"
+            )
     return 0
 
 
