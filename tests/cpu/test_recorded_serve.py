@@ -233,3 +233,122 @@ def test_the_patch_s_own_plan_waits():
     found = second("plan-race.json")
     assert found["ahead_differs"] == found["ahead_is_the_next_plans"] == found["steps"] - 1
     assert found["guarded_differs"] == found["patched_differs"] == 0
+
+
+@pytest.mark.parametrize("name", ["off_again", "installed", "excluded", "argument", "strict", "altered"])
+def test_the_plugin_with_the_plan_guard_repeats_stock_to_the_bit(name):
+    cases = second("plugin.json")["cases"]
+    assert served(cases[name])
+    assert cases[name]["a_prompt_token_matters"]
+    assert cases[name]["distinct_tokens"] > 100
+    assert cases[name]["kvlab_is_installed"]
+    assert identical(cases[name]["against_off"])
+    assert cases[name]["crowd"]["complete"] == cases[name]["crowd"]["alone_as_off"] == 15
+    patched = {"installed": "exact", "argument": "exact", "strict": "exact"}.get(name)
+    if patched is None:
+        assert all(set(r["sites"].values()) != {"patched"} for r in cases[name]["ranks"])
+        return
+    (rank,) = cases[name]["ranks"]
+    assert rank["strategy"] == patched
+    assert rank["counters"]["fallbacks"] == {}
+    # One line in the log, whatever the plugin was told beside the argument.
+    (line,) = cases[name]["lines"]
+    assert "exact: decode shadow, extend shadow" in line
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa3_pages"])
+def test_fa3_servers_repeat_stock_to_the_bit(name):
+    cases = second("plugin.json")["cases"]
+    assert served(cases[name])
+    assert served(cases[f"{name}_off"])
+    assert cases[name]["a_prompt_token_matters"]
+    assert identical(cases[name][f"against_{name}_off"])
+    (rank,) = cases[name]["ranks"]
+    assert set(rank["counters"]["calls"]["fa3.decode"]) == {"shadow"}
+    assert rank["counters"]["fallbacks"] == {}
+
+
+def test_strict_and_mistyped_refuse_in_one_line_again():
+    cases = second("plugin.json")["cases"]
+    for name, said in {"altered_strict": "not served unpatched", "mistyped": "is not a strategy"}.items():
+        assert (cases[name]["rc"], cases[name]["left"], cases[name]["tracebacks"]) == (1, 0, 0)
+        (line,) = cases[name]["lines"]
+        assert said in line
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("fault_serving", "shadow failed (RuntimeError: injected"),
+        ("fault_removed", "removed from this scheduler; captured graphs stay patched"),
+        ("fault_another", ""),
+        ("fault_compile", "self-check of shadow failed"),
+        ("fault_half", "left to stock: the patch failed to go in"),
+        ("fault_self_check", "self-check of shadow failed"),
+        ("fault_wrong_bit", "values differ from the stock cast; not used"),
+        ("fault_scratch", "shadow failed (OutOfMemoryError"),
+    ],
+)
+def test_faults_with_the_plan_guard_change_no_token(case, said):
+    found = second("faults.json")["cases"][case]
+    assert served(found)
+    assert identical(found["against_off"])
+    assert found["tracebacks"] == 0
+    assert sum(said in line for line in found["lines"]) == 1 or not said
+    # Each thing is said once; the time is before the line.
+    texts = [line.partition("kvlab: ")[2] for line in found["lines"]]
+    assert len(texts) == len(set(texts))
+
+
+def test_faults_in_capture_and_in_the_write_with_the_cast_change_no_token():
+    cases = second("faults-capture.json")["cases"]
+    for name, said in (
+        ("fault_capture", "shadow failed (RuntimeError: injected: kernel raises in capture)"),
+        ("fault_joint", "KV write and cast stay two launches: 1 of 145728 values differ"),
+    ):
+        assert served(cases[name])
+        assert identical(cases[name]["against_off"])
+        assert sum(said in line for line in cases[name]["lines"]) == 1
+    # Graphs that were captured after the fault are stock's.
+    (rank,) = cases["fault_capture"]["ranks"]
+    assert rank["counters"]["fallbacks"]["shadow failed"] > 0
+
+
+def test_another_strategy_in_a_server_that_serves():
+    (rank,) = second("faults.json")["cases"]["fault_another"]["ranks"]
+    assert rank["strategy"] == "gather"
+    assert rank["note"] == "graphs captured before stay with exact"
+    assert rank["counters"]["calls"]["flashinfer_mla.extend"]["gather"] > 0
+
+
+def test_fast_without_nvrtc_says_so_in_a_line():
+    found = second("faults.json")["cases"]["fault_nvrtc"]
+    assert served(found)
+    assert sum("CUDA kernels for this chip do not compile" in line for line in found["lines"]) == 1
+
+
+def test_what_a_crowd_of_servers_shows_is_open_as_the_readme_says():
+    cases = second("faults.json")["cases"]
+    crowds = ("crowd", "crowd_again", "crowd_off", "crowd_off_again")
+    assert all(served(cases[name]) for name in crowds)
+    assert [cases[name]["against_off"]["same_tokens"] for name in crowds] == [12, 11, 12, 12]
+    assert cases["crowd"]["crowd"]["alone_as_off"] == 14
+    assert cases["crowd_off"]["crowd"]["alone_as_off"] == 13
+    text = (SECOND / "README.md").read_text(encoding="utf-8")
+    assert "Which of SGLang's other hand-overs it is was not found: **open**" in text
+
+
+def test_a_pool_without_room_for_a_wide_layer_is_served_all_the_same():
+    found = second("no-room.json")["cases"]["no_room"]
+    assert served(found)
+    assert identical(found["against_off"])
+    (rank,) = found["ranks"]
+    assert {c["strategy"] for c in rank["chosen"].values()} == {"gather"}
+    # The line is cut to its end.
+    assert (
+        sum(
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 34.33 GiB" in line
+            for line in found["lines"]
+        )
+        == 1
+    )
