@@ -241,14 +241,14 @@ def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> No
                 module.fast_mla_decode_plan = _refreshing(runtime, fast_plan)
 
         mine.on_undo(keep)
-        mine.set(module, "fast_mla_decode_plan", _refreshing(runtime, _in_turn(runtime, fast_plan)))
+        mine.set(module, "fast_mla_decode_plan", _refreshing(runtime, _in_turn(fast_plan)))
     updater = getattr(module, "FlashInferMLAIndicesUpdaterDecode", None)
     begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
     if callable(begin):
         mine.set(updater, "call_begin_forward", _native_plan(runtime, begin))
 
 
-def _in_turn(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..., None]:
+def _in_turn(fast_plan: Callable[..., None]) -> Callable[..., None]:
     """The plan of a replay, once the one before it has left the host.
 
     flashinfer writes every plan into the same pinned memory and queues a copy of it to the device. Where the
@@ -259,8 +259,9 @@ def _in_turn(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..., 
 
     @functools.wraps(fast_plan)
     def plan(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        # Graphs that were captured meanwhile call this after `remove()` too, and are waited for as before.
         device = getattr(wrapper, "device", None)
-        if not runtime.is_active or getattr(device, "type", None) != "cuda" or is_capturing(device):
+        if getattr(device, "type", None) != "cuda" or is_capturing(device):
             fast_plan(wrapper, *args, **kwargs)
             return
         event = copied.get(wrapper)

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -443,8 +443,7 @@ def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(hooks, "is_capturing", lambda device: False)
-    runtime = SimpleNamespace(is_active=True)
-    plan = hooks._in_turn(runtime, lambda wrapper, *rest: did.append(("planned", rest)))
+    plan = hooks._in_turn(lambda wrapper, *rest: did.append(("planned", rest)))
     one, other = Wrapper(), Wrapper()
     for wrapper in (one, other, one):
         plan(wrapper, 1)
@@ -460,6 +459,6 @@ def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
     # Each wrapper has pinned memory of its own: it waits for its own last copy.
     assert did[4][1] == did[1][1] == did[6][1] != did[3][1]
     did.clear()
-    runtime.is_active = False
+    one.device = torch.device("cpu")
     plan(one, 1)
     assert did == [("planned", (1,))]
