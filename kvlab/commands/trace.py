@@ -89,6 +89,9 @@ def record(
     tokens: int = typer.Option(256, "--tokens", min=1, help="New tokens of a prompt."),
     shapes: bool = typer.Option(False, "--shapes", help="Record operators' shapes (larger traces)."),
     stack: bool = typer.Option(True, "--stack/--no-stack", help="Record Python frames (slows the host)."),
+    thin: bool = typer.Option(
+        False, "--thin", help="Keep only what explains kernels: no frames, no operators without a launch."
+    ),
     patch: str | None = typer.Option(
         None, "--patch", help="KVLAB_PATCH: what the server runs with; with --one-batch, what to apply."
     ),
@@ -126,6 +129,7 @@ def record(
             steps=steps,
             shapes=shapes,
             stack=stack,
+            thin=thin,
             seed=seed,
             nearest_share=nearest_share,
             patch=patch or "off",
@@ -140,6 +144,7 @@ def record(
             context=context,
             tokens=tokens,
             stack=stack,
+            thin=thin,
             shapes=shapes,
             patch=patch,
             folder=folder,

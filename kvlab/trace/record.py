@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,7 @@ def from_server(
     context: int = 100,
     tokens: int = 256,
     stack: bool = True,
+    thin: bool = False,
     shapes: bool = False,
     patch: str | None = None,
     folder: Path | None = None,
@@ -98,7 +100,8 @@ def from_server(
     `requests` prompts of about `context` tokens are sent first so that it decodes (0: rely on its traffic),
     each for `tokens` new tokens. `folder`: where the server may write and this process can read (None: a
     temporary one, for a server on this host). `patch`: the KVLAB_PATCH the server was started with, which it
-    does not tell. `timeout` in seconds. `api_key`: what the server was started with; it is not kept.
+    does not tell. `thin` keeps what `leave_out` leaves. `timeout` in seconds. `api_key`: what the server was
+    started with; it is not kept.
     Raises BadInput for a server that does not answer or writes no trace; then nothing is left in `out`.
     """
     server = _Server(url.rstrip("/"), api_key)
@@ -125,7 +128,7 @@ def from_server(
         request = {**body, "output_dir": "", "requests": requests, "context": context, "tokens": tokens}
         if patch is not None:
             request["kvlab_patch_of_server"] = patch
-        return _keep(out, made, files, "server", request, info, secret=api_key)
+        return _keep(out, made, files, "server", request, info, thin=thin, secret=api_key)
 
 
 def around_one_batch(
@@ -135,6 +138,7 @@ def around_one_batch(
     steps: int = 3,
     shapes: bool = False,
     stack: bool = True,
+    thin: bool = False,
     seed: int | None = None,
     nearest_share: float | None = None,
     patch: str = "off",
@@ -145,6 +149,7 @@ def around_one_batch(
     One trace a batch size and prompt length that `arguments` name. The benchmark loads no plugins: `patch` is
     applied in its process first, and what it says of itself afterwards is kept. `seed` draws the weights of
     `--load-format dummy` (one rank only; None: SGLang's own). Without `stack` Python frames are not recorded.
+    `thin` keeps of each trace what `leave_out` leaves.
     `nearest_share` keeps only the trace in which the KV cast's share of GPU busy time comes nearest to it,
     with the shares of all. Raises BadInput where the benchmark fails or writes no trace; then nothing is left
     in `out`.
@@ -191,6 +196,7 @@ def around_one_batch(
                 request,
                 {},
                 stack=stack,
+                thin=thin,
                 patch=json.loads(said.read_text("utf-8")) if said.exists() else {},
                 results=_lines(results),
                 tries=tries,
@@ -292,6 +298,7 @@ def _keep(
     info: dict[str, Any],
     *,
     stack: bool = True,
+    thin: bool = False,
     patch: dict[str, Any] | None = None,
     results: Sequence[dict[str, Any]] = (),
     tries: Sequence[Try] = (),
@@ -301,6 +308,9 @@ def _keep(
     names = [_name(file, many=many) for file in files]
     for file, name in zip(files, names, strict=True):
         shorten_paths(file, made / name, stack=stack)
+        if thin:
+            leave_out(made / name, made / "thin")
+            os.replace(made / "thin", made / name)
     origin = provenance.collect()
     if secret:
         origin = msgspec.structs.replace(origin, command=origin.command.replace(secret, "KEY"))
@@ -369,6 +379,37 @@ def _without_frames(lines: Iterable[bytes]) -> Iterator[bytes]:
                 yield from event
             event = []
     yield from event
+
+
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_EXPLAINS_NOTHING = ("python_function", "ac2g", "overhead")
+
+
+def leave_out(source: Path, target: Path) -> None:
+    """Copy a trace, gzipped, without what explains no kernel: frames, arrows, operators without a launch.
+
+    Less than half of an eager step is left. A report says the same of it, but for frames and modules.
+    """
+    raw = source.read_bytes()
+    document = json.loads(gzip.decompress(raw) if source.suffix == ".gz" else raw)
+    events = [e for e in document["traceEvents"] if e.get("cat") not in _EXPLAINS_NOTHING]
+    calls: dict[Any, list[float]] = {}
+    for event in events:
+        if event.get("cat") in _LAUNCHES:
+            calls.setdefault((event["pid"], event["tid"]), []).append(event["ts"])
+    for found in calls.values():
+        found.sort()
+
+    def explains(event: dict[str, Any]) -> bool:
+        if event.get("cat") != "cpu_op":
+            return True
+        mine = calls.get((event["pid"], event["tid"]), [])
+        next_call = bisect_left(mine, event["ts"])
+        return next_call < len(mine) and mine[next_call] <= event["ts"] + event["dur"]
+
+    document["traceEvents"] = list(filter(explains, events))
+    text = json.dumps(document, separators=(",", ":")).encode()
+    target.write_bytes(gzip.compress(text, 9, mtime=0))
 
 
 class _Server(NamedTuple):

@@ -18,7 +18,7 @@ import pytest
 from kvlab.cli import main
 from kvlab.data import recorded
 from kvlab.trace import read, report
-from kvlab.trace.record import shorten_paths
+from kvlab.trace.record import leave_out, shorten_paths
 
 REAL = recorded("h200-stock") / "decode.trace.json.gz"
 
@@ -319,6 +319,37 @@ def test_a_trace_does_not_tell_where_it_was_written(tmp_path):
     source.write_text('{"traceEvents": [\n],\n"traceName": "/tmp/x y/tmpab1.json"\n}')
     shorten_paths(source, kept)
     assert json.loads(gzip.decompress(kept.read_bytes())) == {"traceEvents": [], "traceName": "tmpab1.json"}
+
+
+def test_a_thin_trace_keeps_what_explains_kernels(one_batch, tmp_path):
+    run, where = one_batch
+    done = run("--one-batch", "--batch-size 1", "--thin")
+    assert done.returncode == 0, done.stderr
+    kept = where / "run" / "decode.trace.json.gz"
+    assert kept.stat().st_size < 0.8 * REAL.stat().st_size
+    thin, whole = (report(read(path)).to_dict() for path in (kept, REAL))
+    assert {k: v for k, v in thin.items() if k != "file"} == {k: v for k, v in whole.items() if k != "file"}
+
+    def event(cat, name, ts, dur, tid=1):
+        return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur}
+
+    events = [
+        event("cpu_op", "aten::to", 0, 10),
+        event("cpu_op", "aten::view", 1, 1),
+        event("cpu_op", "aten::copy_", 3, 6),
+        event("cuda_runtime", "cudaLaunchKernel", 5, 1),
+        event("cpu_op", "aten::add", 4, 3, tid=2),
+        event("python_function", "step", 0, 20),
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "pid": 1, "tid": 1, "ts": 5},
+        event("kernel", "copy", 7, 1, tid=7),
+        {"ph": "M", "name": "process_name", "pid": 1},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events, "traceName": "a"}))
+    leave_out(tmp_path / "a.json", tmp_path / "b.json.gz")
+    left = json.loads(gzip.decompress((tmp_path / "b.json.gz").read_bytes()))
+    names = ["aten::to", "aten::copy_", "cudaLaunchKernel", "copy", "process_name"]
+    assert [e["name"] for e in left["traceEvents"]] == names
+    assert left["traceName"] == "a"
 
 
 def test_the_batch_whose_share_is_nearest_is_kept(one_batch):

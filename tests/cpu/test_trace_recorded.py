@@ -71,17 +71,21 @@ def test_every_way_to_serve_is_recorded_stock_and_patched():
     }
     found = {f"{p.parent.name}/{p.name}" for d in (TRACES, EARLIER) for p in d.glob("*/*.gz")}
     assert ways <= found
-    assert sum(p.stat().st_size for p in TRACES.rglob("*")) < 6 << 20
+    assert max(p.stat().st_size for d in (TRACES, EARLIER) for p in d.rglob("*.gz")) < 200_000
+
+
+def newest(run, batch):
+    name = f"{run}/decode-b{batch}-c100.trace.json.gz"
+    return next(d / name for d in (TRACES, EARLIER) if (d / name).exists())
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize(("traces", "backend"), [(TRACES, "fa3"), (EARLIER, "flashinfer")])
-def test_eager_steps_have_the_same_casts_and_wait_for_their_host(traces, backend, batch):
-    eager = told(traces / f"{backend}-eager-off" / f"decode-b{batch}-c100.trace.json.gz")
-    graphs = told(traces / f"{backend}-graphs-off" / f"decode-b{batch}-c100.trace.json.gz")
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
+def test_eager_steps_have_the_same_casts_and_wait_for_their_host(backend, batch):
+    eager, graphs = (told(newest(f"{backend}-{how}-off", batch)) for how in ("eager", "graphs"))
     assert (eager.cuda_graphs, graphs.cuda_graphs) == (False, True)
     assert eager.kv_cast.pool_slots == graphs.kv_cast.pool_slots
-    assert eager.kv_cast.ms_per_step == pytest.approx(graphs.kv_cast.ms_per_step, rel=0.005)
+    assert eager.kv_cast.ms_per_step == pytest.approx(graphs.kv_cast.ms_per_step, rel=0.02)
     assert eager.kv_cast.launched_from == ["aten::copy_"]
     assert eager.busy_ms == pytest.approx(graphs.busy_ms, rel=0.02)
     assert eager.idle_ms > eager.busy_ms
