@@ -63,45 +63,38 @@ class Tuning:
     least: int = 4
 
 
-def tuning(device: torch.device, *, tables: int = 0) -> Tuning:
-    """The cut that sweeps on an H200 found best; small in the interpreter. `tables`: rows of a page table.
+def tuning(device: torch.device, *, tables: int = 0, page_size: int = 1) -> Tuning:
+    """The cut that sweeps on an H200 found best (data/recorded/h200-cast-notes-2); small in the interpreter.
 
-    The grid is what fits an SM at once: with one program more, the last ones run alone. Finding a tile's
-    request among several takes registers, so their tiles are narrower.
+    `tables`: rows of a page table, 0 for a list. The grid is what fits an SM at once: with one program more,
+    the last ones run alone. Finding a tile's request among several takes registers, so fewer lanes fit.
     """
     capability, _ = chip(device)
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
-    lanes, grid = (256, 4) if tables > 1 else (512, 3)
+    lanes, grid = (512, 3) if tables <= 1 else (512, 2) if page_size == 1 else (256, 4)
     return Tuning(lanes=lanes, unit=16, warps=8, grid=grid, native=capability >= 89)
 
 
 @triton.jit
 def _page(
     table,
-    bounds,
+    lengths,
     ends,
     table_stride,
-    batch,
-    limit,
     tile,
     row,
     PAGE_SIZE: tl.constexpr,
     BATCH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Of each lane: the page, the position in its request, and whether the request is that long.
-
-    `ends` never falls: the last request that ends by `tile` says both how many those are and where the next
-    begins, in one reduction, which a tile of many requests would otherwise spend its time on.
-    """
-    numbered = ((tl.arange(0, BATCH) + 1).to(tl.int64) << 32) | ends.to(tl.int64)
-    last = tl.max(tl.where(ends <= tile, numbered, 0), 0)
-    b = last >> 32
-    position = (tile - (last & 0xFFFFFFFF).to(tl.int32)) * ROWS + row
-    length = tl.minimum(tl.load(bounds + b, mask=b < batch, other=0), limit)
+    """Of each lane: the page, the position in its request, and whether the request is that long."""
+    b = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    position = (tile - before) * ROWS + row
+    length = tl.sum(tl.where(tl.arange(0, BATCH) == b, lengths, 0), 0)
     live = (row < ROWS) & (position < length)
-    page = tl.load(table + b * table_stride + position // PAGE_SIZE, mask=live, other=-1)
+    page = tl.load(table + b.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=live, other=-1)
     return page, position, live
 
 
@@ -170,7 +163,6 @@ def _many(
     rows,
     out,
     table,
-    bounds,
     lengths,
     count,
     filled,
@@ -178,8 +170,6 @@ def _many(
     out_stride,
     table_stride,
     num_slots,
-    batch,
-    limit,
     WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     LANES: tl.constexpr,
@@ -198,9 +188,7 @@ def _many(
     if BATCH:
         ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
         tiles = tl.max(ends, 0)
-        entry, position, live = _page(
-            table, bounds, ends, table_stride, batch, limit, first, row, PAGE_SIZE, BATCH, ROWS
-        )
+        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
     else:
         tiles = (count + ROWS - 1) // ROWS
         position = first * ROWS + row
@@ -210,7 +198,7 @@ def _many(
     x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
     if BATCH:
         entry, position, more = _page(
-            table, bounds, ends, table_stride, batch, limit, first + step, row, PAGE_SIZE, BATCH, ROWS
+            table, lengths, ends, table_stride, first + step, row, PAGE_SIZE, BATCH, ROWS
         )
     else:
         position += step * ROWS
@@ -224,7 +212,7 @@ def _many(
         coming = tl.load(rows + slot[:, None] * row_stride + column, mask=more[:, None])
         if BATCH:
             entry, position, later = _page(
-                table, bounds, ends, table_stride, batch, limit, tile + 2 * step, row, PAGE_SIZE, BATCH, ROWS
+                table, lengths, ends, table_stride, tile + 2 * step, row, PAGE_SIZE, BATCH, ROWS
             )
         else:
             position += step * ROWS
@@ -278,9 +266,7 @@ def kvlab_cast(
         ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
         tiles = tl.max(ends, 0)
         count = 0
-        entry, position, live = _page(
-            table, bounds, ends, table_stride, batch, limit, first, row, PAGE_SIZE, BATCH, ROWS
-        )
+        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
     else:
         # The entries are read while their count is still on its way, both ways to lay them out.
         position = first * ROWS + row
@@ -298,7 +284,6 @@ def kvlab_cast(
             rows,
             out,
             table,
-            bounds,
             lengths,
             count,
             filled,
@@ -306,8 +291,6 @@ def kvlab_cast(
             out_stride,
             table_stride,
             num_slots,
-            batch,
-            limit,
             WIDTH,
             UNIT,
             LANES,
@@ -444,6 +427,11 @@ def _check_list(found: SlotMap | SlotList, rows: torch.Tensor) -> None:
         )
 
 
+def _batch(batch: int) -> int:
+    """A power of two that holds `batch`. Between one and 64 the compiler takes a third more registers."""
+    return 1 if batch == 1 else max(64, triton.next_power_of_2(batch))
+
+
 def _launch(
     source: torch.Tensor,
     target: torch.Tensor,
@@ -464,7 +452,7 @@ def _launch(
         limit = table.shape[1] * page_size if paged else table.numel()
         if paged and not batch:
             return
-    cut = cut or tuning(source.device, tables=batch if paged else 0)
+    cut = cut or tuning(source.device, tables=batch if paged else 0, page_size=page_size)
     width = source.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
     least = min(unit, cut.least)
@@ -486,7 +474,7 @@ def _launch(
         LEAST_UNIT=least,
         LANES=max(cut.lanes, triton.next_power_of_2(width // least)),
         PAGE_SIZE=page_size,
-        BATCH=triton.next_power_of_2(batch) if paged else 0,
+        BATCH=_batch(batch) if paged else 0,
         FILLED=filled is not None,
         COMPACT=compact,
         E5M2=source.dtype == torch.float8_e5m2,
