@@ -173,15 +173,6 @@ def test_graphs_off_gives_the_same_bits_and_holds_no_more_memory():
         assert highest["exact"] <= highest["stock"]
 
 
-def test_the_run_that_is_not_identical_is_told():
-    """Open, as the README says: should a later record settle it, that is to be rewritten too."""
-    [last] = read("identity-2.json")["compared"]
-    assert not last["identical"]
-    readme = (FOLDER / "README.md").read_text("utf-8")
-    assert "**Open: the last run of exact.**" in readme
-    assert {d.partition(":")[0] for d in last["differ"]} == {"together"}
-
-
 def test_slots_past_32_bits_of_bytes_and_of_values_are_right():
     huge = [c for c in read("identity.json")["compared"] if c["case"]["pool"] == 4_000_000]
     assert {c["case"]["strategy"] for c in huge if c["identical"]} >= {"exact", "gather"}
