@@ -50,7 +50,9 @@ def test_the_packaged_table_is_the_recorded_runs():
     packaged = choice.table()
     folder = data.recorded() / packaged["source"]["recorded"]
     runs = [json.loads((folder / f).read_text()) for f in ("heads-8-16.json", "heads-64-128.json")]
-    assert choice.from_runs(runs, folder.name) == packaged
+    again = json.loads((folder / "cuda-64-128.json").read_text())["times"]
+    assert choice.from_runs(runs, folder.name, again) == packaged
+    assert choice.from_runs(runs, folder.name) != packaged
 
 
 def test_the_same_bits_each_time_were_recorded_of_every_kernel():
