@@ -117,19 +117,25 @@ class Events:
 
     def __iter__(self) -> Iterator[list[Event]]:
         held = [b"" if self._inside else self._header()]
+        # What had no event in it is searched again when it is twice as long: each time would be quadratic.
+        enough = 0
         for piece in self._pieces:
-            events, rest = self._fast(held, piece)
+            size = sum(map(len, held)) + len(piece)
+            events, rest = self._fast(held, piece) if size >= enough else (None, None)
             if events is None:
                 if rest is None:
                     held.append(piece)  # no end of an event in it
-                    if sum(map(len, held)) > LIMIT:
-                        raise BadInput(
-                            f"{self._name}: no end of an event within {LIMIT >> 20} MiB; not a trace"
-                        )
+                    self._check(size)
                     continue
                 buf = b"".join((*held, piece))
                 events, used, self.closed = self._slowly(buf)
-                rest = buf[used:]
+                # With a comma at its start, it would be no array for `_fast`.
+                rest = buf[used:].lstrip(_SPACE + b",")
+                if used:
+                    enough = 0
+                else:
+                    self._check(size)
+                    enough = min(2 * size, LIMIT)
             if events:
                 yield events
             held = [rest or b""]
@@ -154,6 +160,10 @@ class Events:
             )
         if self.skipped:
             self.notes.append(f"{self.skipped} malformed events left out")
+
+    def _check(self, size: int) -> None:
+        if size > LIMIT:
+            raise BadInput(f"{self._name}: no end of an event within {LIMIT >> 20} MiB; not a trace")
 
     def _fast(self, held: list[bytes], piece: bytes) -> tuple[list[Event] | None, bytes | None]:
         """The events up to the last end of one in `piece`, and the bytes behind it.
@@ -311,14 +321,17 @@ def _id(value: Any) -> int | str:
 
 
 def _number(value: Any, default: float) -> float:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return default
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
     return number if abs(number) < float("inf") else default
 
 
 def _raw(args: dict[str, Any], key: str) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(args[key]) if key in args else b"")
+    try:
+        return msgspec.Raw(msgspec.json.encode(args[key]) if key in args else b"")
+    except (ValueError, OverflowError):  # half a surrogate pair, or too many digits
+        return msgspec.Raw(b"")

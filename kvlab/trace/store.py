@@ -259,7 +259,8 @@ class Builder:
         """The trace, its ranks apart; `meta` and `notes` as Events leaves them."""
         if not self.events:
             notes.append("the traceEvents array is empty")
-        tracks = list(self.tracks)
+        names = list(map(_sayable, self.names))
+        tracks = [(_sayable(pid), _sayable(tid)) for pid, tid in self.tracks]
         if dropped := self.order():
             notes.append(f"{dropped} events without a usable time left out")
         kernels, host = self.kernels, self.host
@@ -269,7 +270,7 @@ class Builder:
             mine = _select(kernels, [t for t, k in labels.gpu.items() if k == key])
             theirs = _select(host, [t for t, k in labels.host.items() if k in (key, None)])
             ranks.append(Rank(key, _device(tracks, mine, meta), mine, theirs))
-        return Trace(name, list(self.names), list(self.configs), tracks, ranks, meta, notes)
+        return Trace(name, names, list(self.configs), tracks, ranks, meta, notes)
 
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::to"})
@@ -280,6 +281,13 @@ def _plain(raw: msgspec.Raw | bytes) -> Any:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return None
+
+
+def _sayable(value: int | str) -> int | str:
+    """A text may hold half a surrogate pair, which JSON can say and no file can take."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "replace").decode()
+    return value
 
 
 def _launch(raw: bytes) -> tuple[int, ...] | None:
@@ -414,7 +422,9 @@ def _natural(key: str | None) -> list[tuple[int, str]]:
 
 def _device(tracks: list[tuple[int | str, int | str]], kernels: Kernels, meta: dict[str, Any]) -> str | None:
     """The GPU's name from deviceProperties, None where the file does not say or names several kinds."""
-    found = [p for p in meta.get("deviceProperties") or [] if isinstance(p, dict) and p.get("name")]
+    said = meta.get("deviceProperties")
+    said = said if isinstance(said, list) else []
+    found = [p for p in said if isinstance(p, dict) and isinstance(p.get("name"), str)]
     pid = str(tracks[kernels.track[0]][0]) if len(kernels) else ""
     mine = [p["name"] for p in found if str(p.get("id")) == pid.rpartition(" ")[2]]
     kinds = set(mine) if len(set(mine)) == 1 else {p["name"] for p in found}

@@ -55,8 +55,13 @@ def read(path: Path, size: int) -> tuple[Builder, dict[str, Any], list[str]] | N
     bounds = _bounds(path, size, count) if count > 1 and sys.platform == "linux" else []
     if not bounds:
         return None
-    others = [_start(path, lo, hi) for lo, hi in bounds[1:]]
+    others: list[_Other] = []
     try:
+        for lo, hi in bounds[1:]:
+            try:
+                others.append(_start(path, lo, hi))
+            except OSError:
+                return None  # no process or pipe to be had
         builder, events, whole, usable = _stretch(path, *bounds[0])
         notes, meta = [], events.meta
         for i, other in enumerate(others):
@@ -76,8 +81,10 @@ def read(path: Path, size: int) -> tuple[Builder, dict[str, Any], list[str]] | N
     finally:
         for other in others:
             os.close(other.pipe)
-            os.kill(other.pid, signal.SIGKILL)  # gone already if it was heard to its end
-            os.waitpid(other.pid, 0)
+            # Where SIGCHLD is ignored, it is gone already if it was heard to its end.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(other.pid, signal.SIGKILL)
+                os.waitpid(other.pid, 0)
 
 
 def _cpus() -> int:
@@ -127,7 +134,12 @@ def _start(path: Path, lo: int, hi: int) -> _Other:
     with warnings.catch_warnings():
         # Other threads' locks are none of the child's: it reads a file, writes a pipe and is gone.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(ours)
+            os.close(theirs)
+            raise
     if pid:
         os.close(theirs)
         return _Other(pid, ours)

@@ -3,7 +3,9 @@
 import gzip
 import json
 import math
+import os
 import random
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -166,6 +168,43 @@ def test_odd_events_are_read_and_malformed_ones_left_out():
     assert "1 events without a usable time left out" in trace.notes
 
 
+def test_numbers_and_texts_that_no_column_or_file_can_hold():
+    huge = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 10**400, "dur": 1}
+    odd = {**huge, "name": "half \ud800", "pid": 1.5, "ts": 1, "args": {"grid": "\ud800"}}
+    for meta in (5, {"a": 1}, [{"name": ["a"]}]):
+        text = json.dumps({"deviceProperties": meta, "traceEvents": [huge, odd]}).encode()
+        trace = build([text], "t")
+        assert [trace.names[i] for i in trace.ranks[0].kernels.name] == ["half ?"]
+        assert trace.ranks[0].device is None
+        assert trace.notes == ["1 events without a usable time left out"]
+
+
+def test_one_odd_event_does_not_slow_those_behind_it(monkeypatch):
+    slowly, seen = Events._slowly, []
+    monkeypatch.setattr(Events, "_slowly", lambda self, buf: seen.append(len(buf)) or slowly(self, buf))
+    text = TEXT.replace(b'"ph": "X"', b'"ph": "X", "pid": 1.5', 1)
+    size = 10_000
+    got, _ = collect(text[i : i + size] for i in range(0, len(text), size))
+    assert len(got) == len(json.loads(TEXT)["traceEvents"])
+    assert sum(seen) < 5 * size < len(text) / 5
+
+
+def test_a_text_without_an_event_is_not_searched_over_and_over(monkeypatch):
+    from kvlab.trace import events as module
+
+    slowly, seen = Events._slowly, []
+    monkeypatch.setattr(Events, "_slowly", lambda self, buf: seen.append(len(buf)) or slowly(self, buf))
+    monkeypatch.setattr(module, "LIMIT", 1 << 20)
+    piece = b'{"ph": "X", "name": "k"}, {"ph": "X", "name": "k"},' * 20
+    broken = b'[{"ph": "X", "name": "k}, '  # from here on what is a string is none
+    with pytest.raises(BadInput, match="no end of an event"):
+        collect([broken, *[piece] * 2000])
+    assert sum(seen) < 4 << 20
+    seen.clear()
+    _, events = collect([broken, *[piece] * 100])
+    assert events.notes[0].startswith("the file is cut off")
+
+
 def test_an_event_larger_than_any_chunk():
     big = {"ph": "X", "cat": "kernel", "name": "k" * 300_000, "ts": 1, "dur": 1}
     text = json.dumps({"traceEvents": [big, {**big, "name": "b"}]}).encode()
@@ -216,6 +255,33 @@ def test_several_processes_read_what_one_does(tmp_path, monkeypatch):
     assert columns(several) == columns(one)
     assert len(one.ranks[0].kernels) == 12 * 2176
     assert columns(read(path)) == columns(one)
+
+
+@pytest.mark.parametrize("fails", ["fork", "child"])
+def test_a_process_that_fails_leaves_the_file_to_one(tmp_path, monkeypatch, fails):
+    from kvlab.trace import workers
+
+    path = tmp_path / "big.json"
+    repeat(TEXT, path, 6)
+    monkeypatch.setattr(workers, "_LEAST", 1 << 20)
+    monkeypatch.setattr(workers, "_cpus", lambda: 3)
+
+    def fork():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    def hand_over(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if fails == "fork":
+        monkeypatch.setattr(os, "fork", fork)
+    else:
+        monkeypatch.setattr(workers, "_hand_over", hand_over)
+    files = len(os.listdir("/proc/self/fd"))
+    assert workers.read(path, path.stat().st_size) is None
+    assert len(os.listdir("/proc/self/fd")) == files
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert len(read(path).ranks[0].kernels) == 6 * 2176
 
 
 def test_a_wrong_guess_falls_back_to_one_process(tmp_path, monkeypatch):
