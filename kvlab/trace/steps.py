@@ -173,7 +173,7 @@ def _replays(rank: Rank, graphs: list[tuple[float, float, int]], attention: set[
         return []
     inside = {c for _, _, c in graphs}
     kernels = rank.kernels
-    size = Counter(kernels.corr)
+    size = Counter({corr: n for corr, n in Counter(kernels.corr).items() if corr in inside})
     heads = Counter(corr for name, corr in zip(kernels.name, kernels.corr, strict=True) if name in attention)
     loose = sum(n for corr, n in heads.items() if corr not in inside)
     heads = Counter({corr: n for corr, n in heads.items() if corr in inside})

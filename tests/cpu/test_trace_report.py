@@ -287,6 +287,23 @@ def test_three_steps_are_told_apart(raw, recorded_step, how, events, found_by):
         assert r.predicted_step_ms == pytest.approx(90.0 - recorded_step.kv_cast.ms_per_step, rel=0.001)
 
 
+def test_graphs_without_a_known_attention_are_steps_beside_many_kernels_of_no_launch(raw):
+    events = three_steps(raw, [{**e, "name": f"k_{len(e['name'])}"} for e in kernels(raw)])
+    loose = {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "loose",
+        "pid": 0,
+        "tid": 7,
+        "dur": 0.1,
+        "args": {"stream": 7},
+    }
+    last = max(e["ts"] + e["dur"] for e in events)
+    events += [{**loose, "ts": last + 10_000.0 + i} for i in range(9_000)]
+    found = find(trace := made(raw, events), trace.ranks[0])
+    assert (found.how, len(found.decode())) == ("CUDA graph replays", 3)
+
+
 def test_a_copy_that_runs_ahead_on_another_stream_does_not_join_two_steps(raw):
     events = three_steps(raw, raw["traceEvents"])
     for k, e in enumerate(e for e in events if e.get("cat") == "gpu_user_annotation" and e["tid"] == 146):
