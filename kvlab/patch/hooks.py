@@ -236,8 +236,10 @@ def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> No
     if callable(fast_plan):
 
         def keep() -> None:
-            # Graphs of a verify step that were captured meanwhile go on reading what only we refresh.
-            if runtime.has_captured and runtime.is_refreshing:
+            # Graphs of a verify step that were captured meanwhile go on reading what only we refresh. Under
+            # what somebody else put on top of ours, ours is still called.
+            is_back = module.fast_mla_decode_plan is fast_plan
+            if is_back and runtime.has_captured and runtime.is_refreshing:
                 module.fast_mla_decode_plan = _refreshing(runtime, fast_plan)
 
         mine.on_undo(keep)

@@ -424,6 +424,16 @@ def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
         assert wrapper.planned == [0, 5]
         assert wrapper._kv_indptr_buf.tolist() == ([0, 5] if captures else [0, 3])
         assert (module.fast_mla_decode_plan is plan) is not captures
+    # What somebody else put on top stays theirs, and calls ours, once.
+    hooks._patch_plans(runtime, module, done)
+    runtime.has_captured = True
+    ours = module.fast_mla_decode_plan
+    module.fast_mla_decode_plan = theirs = lambda *args, **named: ours(*args, **named)
+    module.fast_mla_decode_plan(wrapper, lengths[0], lengths[0], causal=True)
+    done.undo()
+    assert module.fast_mla_decode_plan is theirs
+    module.fast_mla_decode_plan(wrapper, lengths[1], lengths[1], causal=True)
+    assert wrapper._kv_indptr_buf.tolist() == [0, 5]
 
 
 def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
