@@ -20,7 +20,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def measure(
     share the GPUs' memory, so that no peak is any one's. They start `apart` seconds from each other: what one
     compiled and tuned is there for the next, as for a server that restarts. `then` is called with each server
     that was loaded, while it still runs. A server that does not come up has its `error`, and the next is
-    loaded. Raises BadInput for what no server could be started with.
+    loaded. A key among `server_args` is taken and not kept. Raises BadInput for what no server could be
+    started with.
     """
     unknown = [s for s in strategies if s not in STRATEGIES]
     if unknown or not strategies:
@@ -83,10 +85,11 @@ def measure(
     if not (model / "config.json").is_file():
         raise BadInput(f"--model-path: {model} has no config.json; name a model's folder")
     is_seeded = not any(model.glob("*.safetensors"))
+    asked = replace(asked, api_key=asked.api_key or _value(server_args, "--api-key"))
     run = ServeRun(
         provenance=_where(asked.api_key),
         model=_named(model),
-        server_args=_without(list(server_args), "--api-key"),
+        server_args=_without(server_args, "--api-key"),
         seeded_dummy_weights=is_seeded,
         servers=[],
     )
@@ -237,8 +240,7 @@ def _server(
     folder: Path,
     is_seeded: bool,
 ) -> Server:
-    work = folder / strategy
-    work.mkdir()
+    work = Path(tempfile.mkdtemp(prefix=f"{strategy}-", dir=folder))
     return Server(model, strategy, list(arguments), python, port or _free_port(), work, is_seeded)
 
 
@@ -552,11 +554,22 @@ def _last_error(log: Path) -> str:
     return (wrong or lines or ["nothing was logged"])[-1][:300]
 
 
-def _without(arguments: list[str], flag: str) -> list[str]:
-    if flag not in arguments:
-        return arguments
-    at = arguments.index(flag)
-    return arguments[:at] + arguments[at + 2 :]
+def _without(arguments: Sequence[str], flag: str) -> list[str]:
+    """Without `flag VALUE` and `flag=VALUE`."""
+    kept = [a for a in arguments if not a.startswith(f"{flag}=")]
+    while flag in kept:
+        at = kept.index(flag)
+        del kept[at : at + 2]
+    return kept
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """What the last `flag VALUE` or `flag=VALUE` gives."""
+    found = None
+    for one, following in pairwise([*arguments, ""]):
+        if one == flag or one.startswith(f"{flag}="):
+            found = following if one == flag else one.partition("=")[2]
+    return found
 
 
 def _named(model: Path) -> str:

@@ -85,6 +85,7 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     monkeypatch.syspath_prepend(FAKES)
     monkeypatch.setenv("PYTHONPATH", str(FAKES))
     monkeypatch.setenv("FAKE_SGLANG", "dies")
+    monkeypatch.setattr(sys, "argv", ["kvlab", "bench", "serve", "--", "--api-key=secret"])
     seen = []
 
     def up(server):
@@ -96,8 +97,8 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     run = serve.measure(
         model,
         ["off", "control_bf16", "exact"],
-        serve.Asked([2], 8, 4, 2, api_key="secret"),
-        server_args=["--api-key", "secret", "--tp", "1"],
+        serve.Asked([2], 8, 4, 2),
+        server_args=["--api-key=secret", "--tp", "1"],
         together=2,
         apart=0.1,
         then=up,
@@ -106,11 +107,30 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     # The second of a group runs while the first is loaded; the first has ended when the second is.
     assert seen == [["off", "off", "control_bf16"], ["control_bf16", "control_bf16"]]
     assert run.server_args == ["--tp", "1"]
-    assert "secret" not in repr(run.provenance)
+    assert run.provenance.command.endswith("--api-key=KEY")
     assert [s.gpu_peak_bytes for s in run.servers] == [None, None, None]
     assert [bool(s.loads) for s in run.servers] == [True, True, False]
     assert run.servers[2].error == "did not come up: RuntimeError: no memory for the pool"
     assert not any(serve._answers(s.url) for s in started)
+
+
+def test_an_argument_is_found_and_left_out_however_it_is_written():
+    given = ["--tp", "1", "--api-key=a", "--api-key", "b", "--kv-cache-dtype=fp8_e4m3"]
+    assert serve._without(given, "--api-key") == ["--tp", "1", "--kv-cache-dtype=fp8_e4m3"]
+    assert serve._without(given[:3], "--kv-cache-dtype") == given[:3]
+    assert serve._value(["--api-key=a", "--tp", "1"], "--api-key") == "a"
+    assert serve._value(["--api-key=a", "--api-key", "b"], "--api-key") == "b"
+    assert serve._value(["--api-key", "b", "--api-key=a"], "--api-key") == "a"
+    assert serve._value(["--tp", "1"], "--api-key") is None
+
+
+def test_a_strategy_may_come_twice_and_the_control_has_no_fp8_cache(tmp_path):
+    given = ["--kv-cache-dtype=fp8_e4m3", "--tp", "1"]
+    servers = [serve._server(tmp_path, n, given, "python", 1, tmp_path, False) for n in ("off", "off")]
+    assert len({s.work for s in servers}) == 2
+    control = serve._server(tmp_path, serve.CONTROL, given, "python", 1, tmp_path, False).command()
+    assert [a for a in control if "kv-cache" in a] == []
+    assert "--kv-cache-dtype=fp8_e4m3" in servers[0].command()
 
 
 def test_a_free_port_leaves_room_for_those_that_sglang_derives():
