@@ -150,15 +150,19 @@ def test_the_write_with_the_cast_passes_its_check(fp8, dtype, monkeypatch):
     assert selfcheck.check_joint(facts) is None
 
 
-def test_the_check_of_the_write_with_the_cast_sees_a_slot_that_is_cast_while_it_is_written(monkeypatch):
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_check_of_the_write_with_the_cast_sees_a_slot_that_is_cast_while_it_is_written(
+    is_early, monkeypatch
+):
     monkeypatch.setattr(casts, "INTERPRET", True)
     # Left on the list, a new slot is cast from what stood there before, or from half of what comes.
     right = casts.write_shadow
 
-    def late(found, out, new):
+    def late(found, out, new, *, early):
         was = new.buffer[new.loc].clone()
-        right(found, out, new)
-        out[new.loc] = was.view(new.fp8).to(out.dtype)
+        right(found, out, new, early=early)
+        if early is is_early:  # the kernels are two
+            out[new.loc] = was.view(new.fp8).to(out.dtype)
         return out
 
     monkeypatch.setattr(casts, "write_shadow", late)
