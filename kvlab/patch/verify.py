@@ -31,11 +31,11 @@ def prompts() -> list[list[int]]:
 def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[str, Any]:
     """`{url, tokens: [[id…]…], step_ms, new_tokens, patch}` of the server at `url`.
 
-    Each prompt is sent three times, to a server of several data-parallel ranks once more for each of them:
-    they take turns, and each has a radix cache of its own. The last two find it there and must agree. The
-    last one's time, less that of a single token, is what its other tokens took: the step is their mean, and
-    the prefill, the way there and back are left out. Raises BadInput where answers do not agree, where no
-    SGLang server answers, or not to this `api_key`.
+    Each prompt is sent three times, to a server of several data-parallel ranks once more for each further
+    one: they take turns, and each has a radix cache of its own. The last two find it there and must agree.
+    The last one's time, less that of a single token asked before it, is what its other tokens took: the step
+    is their mean, and the prefill, the way there and back are left out. Raises BadInput where answers do not
+    agree, where no SGLang server answers, or not to this `api_key`.
     """
     base = url.rstrip("/")
     tokens, steps = [], []
