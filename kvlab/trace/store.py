@@ -3,7 +3,6 @@
 Times are microseconds as in the file. About 36 bytes a kernel: names and launch shapes are interned.
 """
 
-import math
 import os
 import re
 from array import array
@@ -306,18 +305,23 @@ def _int64(values: list[int]) -> array:
         return array("q", [((int(v) + (1 << 63)) % (1 << 64)) - (1 << 63) for v in values])
 
 
+# Microseconds that no clock shows, a long way below where sums overflow.
+_NO_TIME = 1e30
+
+
 def _clean(columns: Any, seams: list[int]) -> tuple[Any, int]:
     """Columns ordered by start, without events that have no time; negative durations count as none.
 
     `seams`: where the start may be before the one before it.
     """
     start, dur = columns.start, columns.dur
-    timeless = math.isnan(sum(start)) or math.isnan(sum(dur))  # one NaN makes the sum one
+    # One NaN makes the sum one, and one number that is no time makes it larger than all times together.
+    timeless = not (abs(sum(start)) < _NO_TIME and abs(sum(dur)) < _NO_TIME)
     dropped = 0
     if timeless or not _nearly_ordered(columns, seams):
         order = list(range(len(start)))
         if timeless:
-            order = [i for i in order if not (math.isnan(start[i]) or math.isnan(dur[i]))]
+            order = [i for i in order if abs(start[i]) < _NO_TIME and abs(dur[i]) < _NO_TIME]
         dropped = len(start) - len(order)
         order.sort(key=start.__getitem__)
         columns = _take(columns, order)

@@ -177,6 +177,9 @@ def test_numbers_and_texts_that_no_column_or_file_can_hold():
         assert [trace.names[i] for i in trace.ranks[0].kernels.name] == ["half ?"]
         assert trace.ranks[0].device is None
         assert trace.notes == ["1 events without a usable time left out"]
+    events = [{**huge, **time} for time in ({"ts": 1, "dur": 1e308}, {"ts": -1e308}, {"ts": 3}, {"ts": 2})]
+    trace = build([json.dumps({"traceEvents": events}).encode()], "t")
+    assert list(trace.ranks[0].kernels.start) == [2, 3]
 
 
 def test_one_odd_event_does_not_slow_those_behind_it(monkeypatch):
