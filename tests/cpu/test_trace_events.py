@@ -269,21 +269,28 @@ def test_a_process_that_fails_leaves_the_file_to_one(tmp_path, monkeypatch, fail
     monkeypatch.setattr(workers, "_LEAST", 1 << 20)
     monkeypatch.setattr(workers, "_cpus", lambda: 3)
 
+    real, children = os.fork, []
+
     def fork():
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+        if fails == "fork" and children:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        if pid := real():
+            children.append(pid)
+        return pid
 
     def hand_over(*args):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if fails == "fork":
-        monkeypatch.setattr(os, "fork", fork)
-    else:
+    monkeypatch.setattr(os, "fork", fork)
+    if fails == "child":
         monkeypatch.setattr(workers, "_hand_over", hand_over)
     files = len(os.listdir("/proc/self/fd"))
     assert workers.read(path, path.stat().st_size) is None
     assert len(os.listdir("/proc/self/fd")) == files
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(children) == (1 if fails == "fork" else 2)
+    for pid in children:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
     assert len(read(path).ranks[0].kernels) == 6 * 2176
 
 
