@@ -244,13 +244,14 @@ def _server(
     return Server(model, strategy, list(arguments), python, port or _free_port(), work, is_seeded)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launched:
     """A server's process, what its log is, and since when it runs."""
 
     server: Server
     process: "subprocess.Popen[bytes]"
     since: float
+    is_ended: bool = False
 
 
 @contextmanager
@@ -273,6 +274,10 @@ def launched(server: Server) -> Iterator[Launched]:
 
 def end(it: Launched) -> None:
     """SIGTERM, which SGLang cleans up after, and SIGKILL for what is left; safe to repeat."""
+    if it.is_ended:
+        # Its number may be another process's by now.
+        return
+    it.is_ended = True
     if it.process.poll() is None:
         it.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

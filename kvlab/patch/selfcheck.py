@@ -19,6 +19,8 @@ _TOKENS = 48
 # Another batch, or a longer table, may be another kernel's (kvlab.kernels.choice).
 _BATCHES = (2, 16, 64)
 _CONTEXT = 4096
+# Above what the CUDA decode does without a schedule (128 tokens for each of its CTAs): the schedule's turn.
+_LONG = 20_000
 # Attention in the wide dtype rounds probabilities and outputs: measured 0.2 % for flashinfer's BF16 kernel
 # (data/recorded/h200-stock). A wrong row or code is off by far more than three times that.
 FUSED_TOLERANCE = 0.006
@@ -94,21 +96,32 @@ def _fused(facts: Facts) -> str | None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((_SLOTS, 1, facts.width), generator=generator).to(facts.fp8).to(facts.device)
     for batch in _BATCHES:
-        wrong = _fused_batch(facts, rows, batch, generator)
-        if wrong is not None:
-            return f"batch {batch}: {wrong}"
+        for longest in _longest(facts.device):
+            wrong = _fused_batch(facts, rows, batch, longest, generator)
+            if wrong is not None:
+                return f"batch {batch}, up to {longest:,} tokens: {wrong}"
     return None
 
 
-def _fused_batch(facts: Facts, rows: torch.Tensor, batch: int, generator: torch.Generator) -> str | None:
-    """Requests of 1 to 48 tokens, some of the same slots, before a stale tail as long as a server's table."""
+def _longest(device: torch.device) -> tuple[int, ...]:
+    """Tokens of a batch's last request, a round each. A CPU decodes in one way, whatever the lengths."""
+    return (_TOKENS, _LONG) if device.type == "cuda" else (_TOKENS,)
+
+
+def _fused_batch(
+    facts: Facts, rows: torch.Tensor, batch: int, longest: int, generator: torch.Generator
+) -> str | None:
+    """Requests of 1 to 48 tokens and a last one of `longest`, some of the same slots, before a stale tail as
+    long as a server's table.
+    """
     from kvlab.kernels import reference
     from kvlab.patch.strategies.fused import attend
 
     device = facts.device
     lengths = torch.arange(batch) * 5 % _TOKENS + 1
+    lengths[-1] = longest
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    slots = torch.zeros(batch * _CONTEXT, dtype=torch.int32)
+    slots = torch.zeros(batch * _CONTEXT + longest, dtype=torch.int32)
     slots[: bounds[-1]] = torch.randint(_SLOTS, (int(bounds[-1]),), generator=generator, dtype=torch.int32)
     active = ActiveSlots.ragged(slots.to(device), bounds.to(device, torch.int32))
     q = torch.randn((batch, facts.heads, facts.width), generator=generator).to(device, facts.q_dtype)

@@ -198,6 +198,22 @@ def test_the_fused_check_refuses_nan_and_noise(monkeypatch):
     assert "nan" in selfcheck.check("fused", SMALL)
 
 
+def test_the_fused_check_asks_for_a_long_request_too(monkeypatch):
+    """Short steps and scheduled ones are two ways through the CUDA decode."""
+    from kvlab.patch.strategies import fused
+
+    assert max(selfcheck._longest(torch.device("cuda"))) > 128 * 144
+    monkeypatch.setattr(selfcheck, "_longest", lambda device: (48, 20_000))
+    assert selfcheck.check("fused", SMALL) is None
+    right = fused.attend
+
+    def wrong_when_long(q_nope, q_pe, rows, active, **named):
+        return right(q_nope, q_pe, rows, active, **named) * (1.02 if active.bounds[-1] > 20_000 else 1)
+
+    monkeypatch.setattr(fused, "attend", wrong_when_long)
+    assert "up to 20,000 tokens: relative error 0.02" in selfcheck.check("fused", SMALL)
+
+
 def test_the_fused_check_asks_the_kernels_of_larger_batches_too(monkeypatch):
     from kvlab.patch.strategies import fused
 
@@ -211,11 +227,11 @@ def test_the_fused_check_asks_the_kernels_of_larger_batches_too(monkeypatch):
         return attend
 
     monkeypatch.setattr(fused, "attend", wrong_at(64, lambda: 1.02))
-    assert "batch 64: relative error 0.02" in selfcheck.check("fused", SMALL)
+    assert "batch 64, up to 48 tokens: relative error 0.02" in selfcheck.check("fused", SMALL)
     # Near enough, but another answer each time.
     turns = iter((1, 1.003))
     monkeypatch.setattr(fused, "attend", wrong_at(16, lambda: next(turns)))
-    assert selfcheck.check("fused", SMALL) == "batch 16: two calls gave two answers"
+    assert selfcheck.check("fused", SMALL) == "batch 16, up to 48 tokens: two calls gave two answers"
     assert set(calls) == {2, 16, 64}
 
 
