@@ -36,17 +36,20 @@ class Args(msgspec.Struct, gc=False):
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
 
 
-class Event(msgspec.Struct, gc=False):
-    """One Chrome trace event. `ts` and `dur` in microseconds; NaN where the file gives no `ts`."""
-
-    ph: str | None = None
-    cat: str | None = None
+class _Fields(msgspec.Struct, gc=False):
     name: str = ""
     pid: int | str = -1
     tid: int | str = -1
     ts: float = float("nan")
     dur: float = 0.0
     args: Args | None = None
+
+
+class Event(_Fields, gc=False):
+    """One Chrome trace event. `ts` and `dur` in microseconds; NaN where the file gives no `ts`."""
+
+    ph: str | None = None
+    cat: str | None = None
 
 
 # The profiler's categories: a name that is known need not be made anew for each event.
@@ -66,17 +69,11 @@ _Category = Literal[
 ]
 
 
-class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+class Complete(_Fields, gc=False, tag_field="ph", tag="X"):
     """An Event that takes time, as all do that a trace is made of: what `brief` reads them as."""
 
     ph: ClassVar[str] = "X"
     cat: _Category | None = None
-    name: str = ""
-    pid: int | str = -1
-    tid: int | str = -1
-    ts: float = float("nan")
-    dur: float = 0.0
-    args: Args | None = None
 
 
 class Momentary(msgspec.Struct, gc=False, tag_field="ph"):
