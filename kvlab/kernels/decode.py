@@ -18,7 +18,7 @@ from kvlab.errors import BadInput
 from kvlab.kernels import choice
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
-from kvlab.kernels.chip import chip
+from kvlab.kernels.chip import chip, early_launch
 from kvlab.kernels.mla_triton import RECORD, kvlab_mla_decode, kvlab_mla_merge
 
 BACKENDS = ("auto", "triton", "cuda")
@@ -407,7 +407,7 @@ def _launch(
     blocks = tokens * -(-heads // tune.block_h)
     lanes = tune.block_h if q_indptr is not None else min(tune.block_h, heads)
     chunk, at_once = _merge_cut(blocks * lanes, _pairs_held(rank))
-    launch = {"launch_pdl": True} if tune.pdl else {}
+    launch = early_launch(tune.pdl)
     kvlab_mla_decode[(sms * tune.shares,)](
         *shared,
         tune.min_tiles,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvlab.kernels.chip import chip
+from kvlab.kernels.chip import early_launch, starts_early
 
 _INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 # The largest number, Inf and a quiet NaN.
@@ -151,7 +151,7 @@ def write(
     Equal to `torch.cat([nope, rope], 1).to(fp8)` on that device, byte for byte.
     """
     over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
-    early = chip(buffer.device)[0] >= 90
+    early = starts_early(buffer.device)
     kvlab_kv_write[(loc.numel(),)](
         buffer,
         loc,
@@ -170,5 +170,5 @@ def write(
         NEGATIVE_NAN=negative,
         EARLY=early,
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(early),
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import expect
-from kvlab.kernels.chip import chip
+from kvlab.kernels.chip import chip, early_launch, starts_early
 from kvlab.kernels.slot_map import check_table
 
 # What changes with a batch must not make a new kernel: none of it is specialised on.
@@ -153,8 +153,8 @@ def slot_list(active: ActiveSlots, found: SlotList, *more: ActiveSlots) -> SlotL
     """
     device = found.seen.device
     programs, stretch, lanes = _cut(device, found.num_slots)
-    pdl = chip(device)[0] >= 90
-    launch = {"PDL": pdl, "num_warps": 8} | ({"launch_pdl": True} if pdl else {})
+    pdl = starts_early(device)
+    launch = {"PDL": pdl, "num_warps": 8} | early_launch(pdl)
     for a in (active, *more):
         check_table(a)
         expect("active", a.table, "on the list's device", device=device)

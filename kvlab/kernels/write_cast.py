@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvlab.kernels.cast import Tuning, tuning
-from kvlab.kernels.chip import chip
+from kvlab.kernels.chip import chip, early_launch, starts_early
 from kvlab.kernels.kv_write import edge_codes, new_row
 from kvlab.kernels.widen import widen
 
@@ -258,7 +258,7 @@ def write_cast(
     over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
     source, target = buffer.view(buffer.shape[0], -1), shadow.view(shadow.shape[0], -1)
     cut = cut or tuning(source.device)
-    early = early and chip(source.device)[0] >= 90
+    early = early and starts_early(source.device)
     width = nope.shape[1] + rope.shape[1]
     unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
     few = min(unit, 8)
@@ -294,6 +294,6 @@ def write_cast(
         NEGATIVE_NAN=negative,
         EARLY=early,
         num_warps=cut.warps,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(early),
     )
     return shadow
