@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ class Case:
     applies: str = ""
     """The strategy of a `kvlab.patch.apply()` before the Engine."""
     mixed: bool = False
+    rounds: int = 0
+    """So often each prompt of the crowd is asked alone; from the second time on its prefix is cached."""
     shares: bool = False
     """Answers while others on the same GPU start and answer."""
     trigger: bool = False
@@ -70,6 +73,8 @@ NEXTN = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+# Each result is taken before the next batch starts.
+IN_TURN = {"disable_overlap_schedule": True}
 NO_ROOM = {"max_total_tokens": 32_000_000, "mem_fraction_static": 0.9}
 DEEP = {"load_format": "dummy", "max_total_tokens": 495_552}
 
@@ -90,17 +95,22 @@ CASES: dict[str, Case] = {
     "applied_before": Case(NO_PLUGIN, against="off", applies="exact"),
     # With the plugin too, which is told otherwise.
     "argument": Case({"KVLAB_PATCH": "gather"}, against="off", applies="exact"),
-    "quiet": Case({}, {"log_level": "error"}, "off"),
+    "silent": Case({}, {"log_level": "error"}, "off"),
     "fa3_off": Case(OFF, FA3),
     "fa3": Case({}, FA3, "fa3_off"),
     "fa3_pages_off": Case(OFF, FA3_P64),
     "fa3_pages": Case({}, FA3_P64, "fa3_pages_off"),
     "no_graphs": Case({}, {"disable_cuda_graph": True}),
     "no_graphs_off": Case(OFF, {"disable_cuda_graph": True}),
-    "crowd_off": Case(OFF, against="off", shares=True),
-    "crowd_off_again": Case(OFF, against="crowd_off", shares=True),
-    "crowd": Case({}, against="off", shares=True),
-    "crowd_again": Case({}, against="crowd", shares=True),
+    # What two servers that have the GPU to themselves answer, and what others answer that share it.
+    "quiet": Case(OFF, rounds=3),
+    "quiet_in_turn": Case(OFF, IN_TURN, rounds=3),
+    "busy_off": Case(OFF, against="quiet", rounds=4, shares=True),
+    "busy_off_again": Case(OFF, against="quiet", rounds=4, shares=True),
+    "busy_off_in_turn": Case(OFF, IN_TURN, "quiet_in_turn", rounds=4, shares=True),
+    "busy": Case({}, against="quiet", rounds=4, shares=True),
+    "busy_again": Case({}, against="quiet", rounds=4, shares=True),
+    "busy_in_turn": Case({}, IN_TURN, "quiet_in_turn", rounds=4, shares=True),
     "altered": Case({}, against="off", altered=True),
     "altered_strict": Case({"KVLAB_PATCH_STRICT": "1"}, altered=True),
     "strict": Case({"KVLAB_PATCH_STRICT": "1"}, against="off"),
@@ -229,7 +239,7 @@ def one(asked: argparse.Namespace) -> int:
         "mem_fraction_static": 0.8,
         "grammar_backend": "none",
         "log_level": "info",
-        "port": 10_000 + 3200 * int(os.environ.get("JOB_SLOT", "0")) + 60 * list(CASES).index(asked.case),
+        "port": 10_000 + 3600 * int(os.environ.get("JOB_SLOT", "0")) + 60 * list(CASES).index(asked.case),
     } | case.args
     with gpu(fcntl.LOCK_SH):
         engine = sglang.Engine(**given)
@@ -247,7 +257,7 @@ def one(asked: argparse.Namespace) -> int:
             longer = [*prompt(515), *prompt(130)]
             found["longer"] = answer(engine, longer, case.new_tokens)
             found["changed"] = answer(engine, prompt(515, changed=17), case.new_tokens)
-            found["alone"] = [answer(engine, ids, 32)["tokens"] for ids in CROWD for _ in range(2)][1::2]
+            found["rounds"] = [[answer(engine, ids, 32) for ids in CROWD] for _ in range(case.rounds)]
             found["at_once"] = [at_once(engine, CROWD, [32] * len(CROWD)) for _ in range(2)]
             if case.mixed:
                 found["mixed"] = mixed(engine)
@@ -488,10 +498,10 @@ def verdict(name: str, said: dict[str, Any], end: dict[str, Any], log: str) -> d
         found["crowd"] = {
             "requests": len(once),
             "complete": sum(len(a) == 32 for a in once),
-            "as_alone": sum(map(list.__eq__, once, mine["alone"])),
             "as_again": sum(map(list.__eq__, once, again)),
-            "alone_as_off": sum(map(list.__eq__, mine["alone"], unpatched["alone"])) if unpatched else None,
         }
+    if mine.get("rounds"):
+        found["rounds"] = repeats(mine, said)
     if "mixed" in mine:
         theirs = unpatched.get("mixed")
         found["mixed"] = {
@@ -500,6 +510,43 @@ def verdict(name: str, said: dict[str, Any], end: dict[str, Any], log: str) -> d
             "same_as_off": theirs and sum(a == b for a, b in zip(mine["mixed"], theirs, strict=True)),
         }
     return found
+
+
+def repeats(mine: dict[str, Any], said: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Answers from a cached prefix, each held against the quiet servers' to the bit.
+
+    `as_quiet` those of the server that overlaps, `as_in_turn` those of the other one where they are not the
+    same, `as_neither` the rest. `part_at`: how many part from the quiet server's at which logprob.
+    """
+    cached = mine["rounds"][1:]
+    found: dict[str, Any] = {
+        "answers": sum(map(len, cached)),
+        "prompts": len(CROWD),
+        "prompts_that_repeat": sum(
+            len({json.dumps(bits_of(a)) for a in each}) == 1 for each in zip(*cached, strict=True)
+        ),
+    }
+    if not {"quiet", "quiet_in_turn"} <= said.keys():
+        return found
+    quiet, in_turn = ([bits_of(a) for a in said[name]["rounds"][-1]] for name in ("quiet", "quiet_in_turn"))
+    kinds: Counter[str] = Counter()
+    part_at: Counter[int] = Counter()
+    for each in cached:
+        for a, one, other in zip(map(bits_of, each), quiet, in_turn, strict=True):
+            kinds["as_quiet" if a == one else "as_in_turn" if a == other else "as_neither"] += 1
+            if a != one:
+                part_at[
+                    next((n for n, (x, y) in enumerate(zip(a[1], one[1], strict=True)) if x != y), -1)
+                ] += 1
+    return found | {
+        **{kind: kinds[kind] for kind in ("as_quiet", "as_in_turn", "as_neither")},
+        "part_at": dict(sorted(part_at.items())),
+        "prompts_where_the_quiet_ones_part": sum(a != b for a, b in zip(quiet, in_turn, strict=True)),
+    }
+
+
+def bits_of(a: dict[str, Any]) -> tuple[list[int], list[float]]:
+    return a["tokens"], a["logprobs"]
 
 
 def answers(mine: dict[str, Any], part: str) -> list[list[int]]:
@@ -540,7 +587,7 @@ def http(asked: argparse.Namespace) -> int:
     """Four HTTP servers, asked from outside: off, installed, uninstalled, `kvlab serve` without plugin."""
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    base = 23000 + 2000 * int(os.environ.get("JOB_SLOT", "0"))
+    base = 25_000 + 1600 * int(os.environ.get("JOB_SLOT", "0"))
     plugin = plugin_folder(out.parent / "plugin")
     launcher, ours = ["-m", "sglang.launch_server"], ["-m", "kvlab", "serve"]
     servers = {
@@ -632,17 +679,27 @@ def loads(asked: argparse.Namespace) -> int:
         f"--attention-backend {asked.backend} --kv-cache-dtype fp8_e4m3 --max-total-tokens {asked.pool} "
         "--max-running-requests 64 --cuda-graph-max-bs 64 --mem-fraction-static 0.9 --grammar-backend none"
     )
-    run = serve.measure(
-        asked.folder.resolve(),
-        asked.strategies.split(","),
-        serve.Asked([1, 16, 64], 512, 64, ready_seconds=200),
-        server_args=flags.split(),
-        port=31_000 + 100 * int(os.environ.get("JOB_SLOT", "0")),
-        together=asked.together,
-        out=out / "serve.json",
-        say=lambda line: print(time.strftime("%T"), line, flush=True),
-        then=typed,
-    )
+    with contextlib.ExitStack() as alone:
+
+        def say(line: str) -> None:
+            print(time.strftime("%T"), line, flush=True)
+            if "ready after" in line and not taken:
+                # Whoever else starts on this GPU is up; nobody else works there from now on.
+                taken.append(alone.enter_context(gpu(fcntl.LOCK_EX)))
+                print(time.strftime("%T"), "alone on the GPU", flush=True)
+
+        taken: list[None] = []
+        run = serve.measure(
+            asked.folder.resolve(),
+            asked.strategies.split(","),
+            serve.Asked([1, 16, 64], 512, 64, ready_seconds=200),
+            server_args=flags.split(),
+            port=31_000 + 100 * int(os.environ.get("JOB_SLOT", "0")),
+            together=asked.together,
+            out=out / "serve.json",
+            say=say,
+            then=typed,
+        )
     for server in run.servers:
         print(server.strategy, server.error, server.step_ms, server.same_tokens, server.log_lines, flush=True)
     print(json.dumps(found)[:6000], flush=True)
