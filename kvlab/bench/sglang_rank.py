@@ -7,27 +7,33 @@ that it has them already (`prefix_indices`), as with a radix-cache hit.
 """
 
 import gc
+import gzip
 import importlib
 import importlib.util
 import logging
 import os
 import statistics
+import tempfile
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvlab.bench.step import GRAPH_STEPS
 from kvlab.errors import BadInput
+from kvlab.trace.record import shorten_paths
 
 # Rows filled at a time: 19 MB of BF16.
 _CHUNK = 16_384
 # Tokens of a request that are really extended after its prefix.
 TAIL = 4
 UNPATCHED = ("stock", "control_bf16")
+# SGLang's arguments in which two ranks over the same weights differ.
+_POOL_ARGS = ("kv_cache_dtype", "max_total_tokens")
 
 
 @dataclass(frozen=True)
@@ -208,10 +214,6 @@ def again(rank: Rank, setup: Setup, *, keep: bool = False) -> Rank:
     captured graphs used stays. `rank` serves no longer; with `keep`, `activate` lets it serve again.
     """
     started = time.perf_counter()
-    asked = "off" if setup.strategy in UNPATCHED else setup.strategy
-    os.environ["KVLAB_PATCH"] = asked
-    from kvlab import patch
-
     runner = rank.runner
     if keep:
         rank.held = dict(vars(runner))
@@ -223,11 +225,11 @@ def again(rank: Rank, setup: Setup, *, keep: bool = False) -> Rank:
         setattr(runner, name, None)
     gc.collect()
     torch.cuda.empty_cache()
-    patch.apply(asked)
-    for name in ("kv_cache_dtype", "max_total_tokens"):
+    fresh = Rank(setup, runner, others=rank.others)
+    patched_as(fresh)
+    for name in _POOL_ARGS:
         setattr(runner.server_args, name, server_args(setup)[name])
     runner.configure_kv_cache_dtype()
-    fresh = Rank(setup, runner, others=rank.others)
     _serve(fresh, started)
     if keep:
         fresh.held = dict(vars(runner))
@@ -237,6 +239,17 @@ def again(rank: Rank, setup: Setup, *, keep: bool = False) -> Rank:
 def activate(rank: Rank) -> None:
     """Let a kept rank serve again. The patch stays as it was applied last: captured graphs have their own."""
     vars(rank.runner).update(rank.held)
+    for name in _POOL_ARGS:
+        setattr(rank.runner.server_args, name, server_args(rank.setup)[name])
+
+
+def patched_as(rank: Rank) -> None:
+    """Apply the patch as `rank` serves, or take it out. Sets KVLAB_PATCH, which provenance records."""
+    from kvlab import patch
+
+    asked = "off" if rank.setup.strategy in UNPATCHED else rank.setup.strategy
+    os.environ["KVLAB_PATCH"] = asked
+    patch.apply(asked)
 
 
 def _serve(rank: Rank, started: float) -> None:
@@ -344,6 +357,22 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Tim
     """`steps` decode steps of `batch`, each waited for, after `warm_up` that are not timed."""
     for _ in range(warm_up):
         rank.decode(batch)
+    times, hosts = waited(rank, batch, steps)
+    graphs = graph_of_steps(rank, batch, GRAPH_STEPS)
+    return summary(times, hosts, graphs, _replayed(rank))
+
+
+def summary(times: list[float], hosts: list[float], graphs: list[float], replay: float | None) -> Timed:
+    """Medians and quartiles of a point's steps, milliseconds; `graphs` is empty without captured graphs."""
+    times = sorted(times)
+    quarter = len(times) // 4
+    host, middle = statistics.median(hosts), statistics.median(times)
+    graph = statistics.median(graphs) if graphs else None
+    return Timed(middle, times[quarter], times[-1 - quarter], graph, replay, host, len(times))
+
+
+def waited(rank: Rank, batch: Batch, steps: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of each of `steps` decode steps, waited for, and until the host had queued it."""
     times, hosts = [], []
     gc.collect()
     gc.disable()
@@ -355,18 +384,14 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Tim
             hosts.append((rank.queued - start) * 1e3)
     finally:
         gc.enable()
-    times.sort()
-    quarter = len(times) // 4
-    host, middle = statistics.median(hosts), statistics.median(times)
-    of_graph = _graph_of_steps(rank, batch), _replayed(rank)
-    return Timed(middle, times[quarter], times[-1 - quarter], *of_graph, host, len(times))
+    return times, hosts
 
 
-def _graph_of_steps(rank: Rank, batch: Batch) -> float | None:
-    """Of GRAPH_STEPS more waited steps: the captured graph between two events, the median."""
+def graph_of_steps(rank: Rank, batch: Batch, steps: int) -> list[float]:
+    """Of `steps` more waited steps: milliseconds of the captured graph, between two events. None: empty."""
     backend = getattr(getattr(rank.runner, "decode_cuda_graph_runner", None), "backend", None)
     if not getattr(backend, "_graphs", None):
-        return None
+        return []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay = backend.replay
 
@@ -379,12 +404,12 @@ def _graph_of_steps(rank: Rank, batch: Batch) -> float | None:
     times = []
     backend.replay = between
     try:
-        for _ in range(GRAPH_STEPS):
+        for _ in range(steps):
             rank.decode(batch)
             times.append(start.elapsed_time(end))
     finally:
         del backend.replay
-    return statistics.median(times)
+    return times
 
 
 def graph_of(rank: Rank) -> Any:
@@ -416,11 +441,22 @@ def replayed(graph: Any, times: int) -> float:
 
 
 def profile(rank: Rank, batch: Batch, path: str, *, steps: int = 2) -> None:
-    """A torch.profiler trace of `steps` decode steps, gzip if `path` ends so."""
+    """A torch.profiler trace of `steps` decode steps, the host's paths shortened; gzip if `path` ends so."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for _ in range(3):
         rank.decode(batch)
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             rank.decode(batch)
-    profiler.export_chrome_trace(path)
+    export(profiler, Path(path))
+
+
+def export(profiler: Any, path: Path) -> None:
+    """The trace as `path`, whole or not at all, with no path of this host in it."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".kvlab-trace-") as folder:
+        raw, short = Path(folder) / path.name.removesuffix(".gz"), Path(folder) / "short"
+        profiler.export_chrome_trace(str(raw))
+        shorten_paths(raw, short)
+        if path.suffix != ".gz":
+            short.write_bytes(gzip.decompress(short.read_bytes()))
+        short.replace(path)

@@ -52,8 +52,24 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
 
     from kvlab.bench.sglang_rank import timed
 
+    known = known_of(rank, child, batch, context)
+    reason = rank.fits(batch, context, WARM_UP + child.steps + GRAPH_STEPS)
+    if reason:
+        return Step(**known, reason=reason)
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        found = timed(rank, rank.start_at(batch, context), steps=child.steps, warm_up=WARM_UP)
+    except torch.OutOfMemoryError as e:
+        torch.cuda.empty_cache()
+        return Step(**known, reason=f"out of memory: {str(e)[:80]}")
+    peak = torch.cuda.max_memory_allocated()
+    return timed_step(known, found, served=served(), peak_bytes=peak)
+
+
+def known_of(rank: Any, child: Child, batch: int, context: int) -> dict[str, Any]:
+    """What is known of a point before it is timed."""
     config = rank.runner.model_config
-    known: dict[str, Any] = {
+    return {
         "strategy": child.strategy,
         "model": child.model,
         "backend": child.backend,
@@ -68,27 +84,20 @@ def point(rank: Any, child: Child, batch: int, context: int) -> Step:
         "step_ms": None,
         "captured_bytes": rank.memory["captured"]["device_used"],
     }
-    reason = rank.fits(batch, context, WARM_UP + child.steps + GRAPH_STEPS)
-    if reason:
-        return Step(**known, reason=reason)
-    try:
-        torch.cuda.reset_peak_memory_stats()
-        found = timed(rank, rank.start_at(batch, context), steps=child.steps, warm_up=WARM_UP)
-    except torch.OutOfMemoryError as e:
-        torch.cuda.empty_cache()
-        return Step(**known, reason=f"out of memory: {str(e)[:80]}")
-    known["step_ms"] = found.median
-    return Step(
-        **known,
-        low_ms=found.low,
-        high_ms=found.high,
-        replay_ms=found.replay,
-        graph_ms=found.graph,
-        host_ms=found.host,
-        steps=found.steps,
-        served=served(),
-        peak_bytes=torch.cuda.max_memory_allocated(),
-    )
+
+
+def timed_step(known: dict[str, Any], found: Any, **more: Any) -> Step:
+    """A point with its times, kvlab.bench.sglang_rank.Timed."""
+    times = {
+        "step_ms": found.median,
+        "low_ms": found.low,
+        "high_ms": found.high,
+        "replay_ms": found.replay,
+        "graph_ms": found.graph,
+        "host_ms": found.host,
+        "steps": found.steps,
+    }
+    return Step(**{**known, **times, **more})
 
 
 def served() -> dict[str, str]:

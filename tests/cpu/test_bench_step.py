@@ -1,5 +1,6 @@
 """`kvlab bench step`: which processes a plan becomes, how runs merge, what the command refuses."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -188,3 +189,22 @@ def test_a_process_is_told_apart_by_its_own_command():
     assert words[:5] == ["python", "-m", "kvlab", "bench", "step"]
     assert "--no-cuda-graphs" in words
     assert not any("/" in w for w in words)
+
+
+@pytest.mark.parametrize("name", ["exact.trace.json.gz", "exact.trace.json"])
+def test_a_step_s_trace_names_itself_and_no_path_of_this_host(tmp_path, name):
+    import torch
+
+    from kvlab.bench.sglang_rank import export
+    from kvlab.trace import read
+
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, with_stack=True) as profiler:
+        torch.ones(4).add_(1)
+    export(profiler, tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    raw = (tmp_path / name).read_bytes()
+    text = gzip.decompress(raw) if name.endswith(".gz") else raw
+    assert json.loads(text)["traceName"] == "exact.trace.json"
+    assert str(tmp_path).encode() not in text
+    assert read(tmp_path / name).ranks

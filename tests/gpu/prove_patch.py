@@ -2,8 +2,6 @@
 
     python tests/gpu/prove_patch.py run OUT.json --strategy stock [--backend fa3] [--page-size 64] …
     python tests/gpu/prove_patch.py errors OUT.json
-    python tests/gpu/prove_patch.py turns OUT.json --order control_bf16 exact fast control_bf16 exact fast …
-    python tests/gpu/prove_patch.py pairs OUT.json --order control_bf16 exact fast …
     python tests/gpu/prove_patch.py compare [--across] STOCK.json PATCHED.json …
     python tests/gpu/prove_patch.py across OUT.json RUN.json …
     python tests/gpu/prove_patch.py collect FOLDER OUT_FOLDER
@@ -35,7 +33,7 @@ SHARED, TAILS = 512, [1 + 19 * i for i in range(16)]
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "turns", "pairs", "errors"):
+    for name in ("run", "errors"):
         one = commands.add_parser(name)
         one.add_argument("out", type=Path)
         one.add_argument("--strategy", default="fast")
@@ -46,19 +44,11 @@ def main() -> int:
         one.add_argument("--burn", type=int, default=0, help="slots that somebody holds before every batch")
         one.add_argument("--backend", default="flashinfer")
         one.add_argument("--page-size", type=int, default=1)
-    for name in ("run", "turns", "pairs"):
-        one = commands.choices[name]
-        one.add_argument("--contexts", type=int, nargs="*", default=[])
-        one.add_argument("--batches", type=int, nargs="*", default=[])
-        one.add_argument("--capture", type=int, nargs="*", default=[1, 16])
-        one.add_argument("--steps", type=int, default=32)
-    for name in ("turns", "pairs"):
-        one = commands.choices[name]
-        one.add_argument("--order", nargs="+", required=True, help="STRATEGY or STRATEGY@POOL")
-        one.add_argument("--control-pool", type=int, default=132_608)
-        one.add_argument("--stock-steps", type=int, default=12)
-    commands.choices["pairs"].add_argument("--rounds", type=int, default=20)
     run = commands.choices["run"]
+    run.add_argument("--contexts", type=int, nargs="*", default=[])
+    run.add_argument("--batches", type=int, nargs="*", default=[])
+    run.add_argument("--capture", type=int, nargs="*", default=[1, 16])
+    run.add_argument("--steps", type=int, default=32)
     run.add_argument("--new-tokens", type=int, default=256)
     run.add_argument("--no-graphs", action="store_true")
     run.add_argument("--no-identity", action="store_true")
@@ -81,8 +71,6 @@ def main() -> int:
     asked = parser.parse_args()
     actions = {
         "run": run_one,
-        "turns": take_turns,
-        "pairs": in_pairs,
         "errors": errors,
         "compare": compare_all,
         "across": across_all,
@@ -183,116 +171,6 @@ def _run(asked: argparse.Namespace) -> int:
         profile(rank, rank.start_at(int(batch), int(context)), str(path))
         say(f"trace {path.name}")
     say(f"status {found.write()['processes'][0]['patch']['counters']}")
-    return 0
-
-
-def take_turns(asked: argparse.Namespace) -> int:
-    """Step times of several strategies in one process, over the very same weights, one after the other and
-    again: two processes of one strategy differ by some parts in a hundred.
-    """
-    from dataclasses import replace
-
-    import msgspec
-
-    from kvlab import provenance
-    from kvlab.bench import step_results
-    from kvlab.bench.sglang_rank import again
-    from kvlab.bench.step import Child
-    from kvlab.bench.step_child import point, process
-
-    batches = tuple(sorted({*asked.capture, *asked.batches}))
-    order = ordered(asked)
-    asked.strategy, asked.pool = order[0]
-    rank = loaded(asked, graphs=True, batches=batches)
-    runs: list[Any] = []
-    processes: list[Any] = []
-    for turn, (strategy, slots) in enumerate(order):
-        if turn:
-            rank = again(rank, replace(rank.setup, strategy=strategy, pool=slots))
-        child = Child(
-            model=asked.model,
-            folder="",
-            strategy=strategy,
-            pool=rank.slots,
-            backend=asked.backend,
-            page_size=asked.page_size,
-            cuda_graphs=True,
-            points=(),
-            tp=asked.tp,
-            steps=asked.stock_steps if strategy == "stock" else asked.steps,
-            out="",
-        )
-        for context in asked.contexts:
-            for batch in asked.batches:
-                step = point(rank, child, batch, context)
-                runs.append(msgspec.structs.replace(step, process=turn))
-                if not step.reason:
-                    said = f"{step.step_ms:.3f} ms, graph {step.graph_ms:.3f}, replayed {step.replay_ms:.3f}"
-                    say(f"{strategy} {slots:,} {batch} x {context:,}: {said}, host {step.host_ms:.3f}")
-        # Anew: each turn has a KVLAB_PATCH of its own.
-        known = provenance.collect(env=["KVLAB_PATCH"])
-        processes.append(msgspec.structs.replace(process(rank, strategy), provenance=known, memory={}))
-        whole = step_results.StepRun(provenance=processes[0].provenance, runs=runs, processes=processes)
-        step_results.write(asked.out, whole)
-    return 0
-
-
-def ordered(asked: argparse.Namespace) -> list[tuple[str, int]]:
-    """Strategies and their pools, as `--order` has them."""
-    found = []
-    for one in asked.order:
-        strategy, _, pool = one.partition("@")
-        usual = asked.control_pool if strategy == "control_bf16" else asked.pool
-        found.append((strategy, int(pool or usual)))
-    return found
-
-
-def in_pairs(asked: argparse.Namespace) -> int:
-    """Captured steps of several strategies over the very same weights, replayed by turns, a few at a time.
-
-    What changes the GPU's pace meanwhile changes it for all of them.
-    """
-    import statistics
-    from dataclasses import replace
-
-    import msgspec
-
-    from kvlab.bench.sglang_rank import activate, again, graph_of, replayed
-    from kvlab.bench.step_child import process
-
-    batches = tuple(sorted({*asked.capture, *asked.batches}))
-    order = ordered(asked)
-    asked.strategy, asked.pool = order[0]
-    ranks = [loaded(asked, graphs=True, batches=batches)]
-    for strategy, slots in order[1:]:
-        ranks.append(again(ranks[-1], replace(ranks[0].setup, strategy=strategy, pool=slots), keep=True))
-    names = [strategy for strategy, _ in order]
-    points = []
-    for context in asked.contexts:
-        for batch in asked.batches:
-            graphs, alive = [], []
-            for rank in ranks:
-                activate(rank)
-                if rank.fits(batch, context, 8):
-                    break
-                alive.append(rank.start_at(batch, context))
-                for _ in range(4):
-                    rank.decode(alive[-1])
-                graphs.append(graph_of(rank))
-            if len(graphs) < len(ranks):
-                continue
-            times: dict[str, list[float]] = {name: [] for name in names}
-            for _ in range(asked.rounds):
-                for name, graph in zip(names, graphs, strict=True):
-                    times[name].append(replayed(graph, 8))
-            points.append({"batch": batch, "context": context, "replay_ms": times})
-            medians = {n: (round(statistics.median(t), 3), round(min(t), 3)) for n, t in times.items()}
-            say(f"{batch} x {context:,}: median and least ms {medians}")
-            made = json.loads(msgspec.json.encode(process(ranks[0], names[0])))
-            known = {k: made[k] for k in ("provenance", "tuned", "device")}
-            asked.out.write_text(
-                json.dumps({**known, "order": order, "points": points}) + "\n", encoding="utf-8"
-            )
     return 0
 
 
