@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvlab import __version__
 from kvlab.errors import BadInput
 
 _URL = typer.Option(help="A server on this host, e.g. http://127.0.0.1:30000.")
@@ -34,12 +35,13 @@ def status(
     """
     if url is None:
         from kvlab.patch.api import status as here
+        from kvlab.patch.planned import planned
+        from kvlab.patch.sites import installed
 
-        found = here()
-        _print(found, as_json, _words)
+        _print({**here(), "planned": planned(installed())}, as_json, _plan)
         return
-    from kvlab.patch.runfiles import run_dirs, running
-    from kvlab.patch.verify import is_here, port_of
+    from kvlab.patch.runfiles import elsewhere, run_dirs, running
+    from kvlab.patch.verify import is_here, listens, port_of
 
     port = port_of(url)
     if not is_here(url):
@@ -47,9 +49,13 @@ def status(
     processes = running(port)
     if not processes:
         places = " or ".join(map(str, run_dirs()))
+        why = (
+            "it runs unpatched, in another container, as another user, or with another KVLAB_RUN_DIR"
+            if listens(url)
+            else "nothing listens there, start the server or correct the port"
+        )
         raise BadInput(
-            f"--url: no patched scheduler of {url} has written to {places}; it runs unpatched, in another "
-            "container, as another user, or with another KVLAB_RUN_DIR"
+            f"--url: no patched scheduler of {url} has written to {places}; {'; '.join([why, *elsewhere()])}"
         )
     _print(merged(processes), as_json, _words)
 
@@ -78,6 +84,8 @@ def verify(
     from kvlab.patch import verify as check
 
     before = check.load(against) if against is not None else None
+    if save is not None:
+        check.check_save(save)
     measured = check.measure(url, new_tokens, api_key)
     if save is not None:
         check.save(save, measured)
@@ -91,7 +99,21 @@ def verify(
 
 
 def merged(processes: list[dict[str, Any]]) -> dict[str, Any]:
-    """One status of all the server's processes: counters summed, sites as the first says, and each rank."""
+    """One status of all the server's processes: counters summed, sites as the first says, and each rank.
+
+    Raises BadInput where a server of another kvlab says other things of itself.
+    """
+    try:
+        return _merged(processes)
+    except (KeyError, TypeError, AttributeError):
+        theirs = ", ".join(sorted({str(p.get("kvlab", "an earlier version")) for p in processes}))
+        raise BadInput(
+            f"--url: that server was started with kvlab {theirs}, this is {__version__}, which does not "
+            "understand its status; restart the server or ask with its version"
+        ) from None
+
+
+def _merged(processes: list[dict[str, Any]]) -> dict[str, Any]:
     first = processes[0]
     calls: dict[str, Counter[str]] = {}
     fallbacks: Counter[str] = Counter()
@@ -125,6 +147,25 @@ def _print(found: dict[str, Any], as_json: bool, words: Any) -> None:
     typer.echo(json.dumps(found) if as_json else words(found))
 
 
+def _plan(found: dict[str, Any]) -> str:
+    """Before a restart: what a server started here would do, and what of SGLang is known."""
+    plan = found["planned"]
+    why = f" ({plan['reason']})" if plan["reason"] else ""
+    release = f"SGLang {found['sglang']}" if found["sglang"] else "SGLang"
+    start = {
+        "plugin": "a server started here takes",
+        "kvlab serve": "a server started with `python -m kvlab serve` takes",
+    }
+    does = (
+        f"{start[plan['by']]} {plan['strategy']}" if plan["by"] else "a server started here stays unpatched"
+    )
+    lines = [f"{release}: {does}{why}"]
+    for site in found["sites"]:
+        left = f" ({site['reason']})" if site["state"] == "left alone" else ""
+        lines.append(f"  {site['site']}: {site['state']}{left}")
+    return "\n".join(lines)
+
+
 def _words(found: dict[str, Any]) -> str:
     lines = [f"SGLang {found['sglang'] or 'not installed'}, strategy {found['strategy']}"]
     for site in found["sites"]:
@@ -153,7 +194,10 @@ def _verdict(found: dict[str, Any]) -> str:
     tokens = (
         "identical tokens" if found["identical"] else f"tokens differ, first at {found['first_difference']}"
     )
-    return (
-        f"{tokens} on {found['prompts']} prompts; "
-        f"{found['step_ms_before']:.2f} ms a step before, {found['step_ms_after']:.2f} after"
+    steps = (
+        f"{found[f'step_ms_{when}']:.2f} ms a step {when} ({found[f'strategy_{when}'] or 'no patch seen'})"
+        for when in ("before", "after")
+    )
+    return "; ".join(
+        filter(None, [f"{tokens} on {found['prompts']} prompts", ", ".join(steps), found["note"]])
     )

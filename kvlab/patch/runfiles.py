@@ -3,7 +3,8 @@
 `<run dir>/<pid>.json`, rewritten whole at most every few seconds and when something happens. The run
 directory is $KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory; a
 reader looks in both of these, since a service has no XDG_RUNTIME_DIR where its operator's shell has one. A
-file tells its server's port; the files of processes that are gone are ignored and swept.
+file tells its server's port; the files of processes that are gone are ignored and swept. A directory may be
+shared with a container, whose process numbers say nothing here: its files are left alone.
 """
 
 import atexit
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvlab import __version__
 
 if TYPE_CHECKING:
     from kvlab.patch.runtime import Runtime
@@ -61,12 +64,11 @@ class RunFile:
         folder = run_dirs()[0]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise PermissionError(str(folder))
+            raise PermissionError(f"{folder} belongs to {_owner(folder)}; set KVLAB_RUN_DIR")
         pid = os.getpid()
         path = folder / f"{pid}.json"
-        text = json.dumps(
-            {"pid": pid, "started": _started(pid), "server": self._runtime.server, **self._status()}
-        )
+        of = {"pid": pid, "started": _started(pid), "namespace": _namespace(), "kvlab": __version__}
+        text = json.dumps({**of, "server": self._runtime.server, **self._status()})
         part = folder / f".{pid}.part"
         part.write_text(text, encoding="utf-8")
         part.replace(path)
@@ -84,21 +86,46 @@ def _forget(path: Path, pid: int) -> None:
 def running(port: int | None = None) -> list[dict[str, Any]]:
     """What the live schedulers of the server on `port`, or of all servers, say of themselves."""
     found = []
-    for path in sorted(path for folder in run_dirs() if _is_mine(folder) for path in folder.glob("*.json")):
-        try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            pid, started, port_of = said["pid"], said["started"], said["server"].get("port")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    for path, said in _files():
+        if _is_of_another_namespace(said):
             continue
-        if not started or _started(pid) != started:
+        if not said["started"] or _started(said["pid"]) != said["started"]:
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        if port is None or port_of == port:
+        if port is None or said["server"].get("port") == port:
             found.append(said)
     return sorted(
         found, key=lambda s: tuple(s["server"].get(n) or 0 for n in ("dp_rank", "pp_rank", "tp_rank"))
     )
+
+
+def elsewhere() -> list[str]:
+    """Why a server's files may not have been found, as far as the run directories show: a clause each."""
+    found = [
+        f"{folder} belongs to {_owner(folder)}, ask as that user"
+        for folder in run_dirs()
+        if folder.exists() and not _is_mine(folder)
+    ]
+    if any(_is_of_another_namespace(said) for _, said in _files()):
+        found.append("a scheduler of another container has written there, ask inside it")
+    ports = sorted({p for said in running() if isinstance(p := said["server"].get("port"), int)})
+    if ports:
+        found.append(f"patched servers here have port {', '.join(map(str, ports))}")
+    return found
+
+
+def _files() -> list[tuple[Path, dict[str, Any]]]:
+    """What schedulers have written, live or gone, here or in a container that shares the directory."""
+    found = []
+    for path in sorted(path for folder in run_dirs() if _is_mine(folder) for path in folder.glob("*.json")):
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            said["pid"], said["started"], said["server"].get("port")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        found.append((path, said))
+    return found
 
 
 def _is_mine(folder: Path) -> bool:
@@ -107,6 +134,26 @@ def _is_mine(folder: Path) -> bool:
         return folder.stat().st_uid == os.getuid()
     except OSError:
         return False
+
+
+def _owner(path: Path) -> str:
+    try:
+        return f"user {path.owner()}"
+    except (OSError, KeyError):
+        return "another user"
+
+
+def _namespace() -> str:
+    """Which process numbers are meant; "" where the system does not tell."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _is_of_another_namespace(said: dict[str, Any]) -> bool:
+    # Earlier versions did not say.
+    return said.get("namespace", _namespace()) != _namespace()
 
 
 def _started(pid: int) -> str:

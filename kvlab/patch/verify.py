@@ -7,6 +7,7 @@ and another batch is another rounding.
 
 import contextlib
 import json
+import os
 import socket
 import statistics
 import time
@@ -51,8 +52,8 @@ def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[
         tokens.append(again)
         if first != again:
             raise BadInput(
-                f"--url: {base} gives other greedy tokens each time for the same prompt; "
-                "verify needs a server that repeats itself (no other load, deterministic kernels)"
+                f"--url: {base} gives other greedy tokens each time for the same prompt; verify needs a "
+                "server that repeats itself (no other load on it or its GPU, deterministic kernels)"
             )
     return {
         "url": base,
@@ -64,9 +65,12 @@ def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """`{identical, prompts, first_difference, step_ms_before, step_ms_after, speedup}`.
+    """`{identical, prompts, first_difference, step_ms_before, step_ms_after, speedup, strategy_before,
+    strategy_after, note}`.
 
-    `first_difference` is (prompt, position) or None; `speedup` None where the step is too short to be timed.
+    `first_difference` is (prompt, position) or None; `speedup` None where the step is too short to be timed;
+    a strategy None where no patched server was seen on this host. `note`: both were served alike, so that
+    nothing was compared.
     """
     pairs = list(zip(before["tokens"], after["tokens"], strict=False))
     differs = None
@@ -81,6 +85,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
             )
             differs = (number, where)
             break
+    served = [(m.get("patch") or {}).get("strategy") for m in (before, after)]
+    alike = served[0] or "no patched server"
     return {
         "identical": differs is None,
         "prompts": len(pairs),
@@ -88,8 +94,9 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "step_ms_before": before["step_ms"],
         "step_ms_after": after["step_ms"],
         "speedup": before["step_ms"] / after["step_ms"] if after["step_ms"] > 0 else None,
-        "strategy_before": (before.get("patch") or {}).get("strategy"),
-        "strategy_after": (after.get("patch") or {}).get("strategy"),
+        "strategy_before": served[0],
+        "strategy_after": served[1],
+        "note": f"{alike} both times: this says nothing of the patch" if served[0] == served[1] else "",
     }
 
 
@@ -104,6 +111,13 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not {"tokens", "step_ms", "new_tokens"} <= set(found):
         raise BadInput(f"{path}: not a measurement of patch verify; save one with --save FILE")
     return found
+
+
+def check_save(path: Path) -> None:
+    """Raises BadInput where `save` could not write: before a server is asked, not after."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise BadInput(f"{path}: cannot be written; give --save a file in a folder that can be written")
 
 
 def save(path: Path, measured: dict[str, Any]) -> None:
@@ -126,6 +140,15 @@ def local_status(url: str) -> dict[str, Any] | None:
     port = port_of(url)
     found = running(port) if is_here(url) else []
     return found[0] if found else None
+
+
+def listens(url: str) -> bool:
+    """Does anything take connections at that address?"""
+    try:
+        with socket.create_connection((urlsplit(url).hostname, port_of(url)), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def is_here(url: str) -> bool:

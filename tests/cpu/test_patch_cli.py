@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import kvlab
 from kvlab import cli
 from kvlab.errors import BadInput
 from kvlab.patch import runfiles, verify
@@ -115,6 +116,78 @@ def test_status_of_an_sglang_that_is_installed_but_not_running(sglang, run):
     )
     assert found["strategy"] == "off"
     assert found["counters"]["bytes_avoided"] == 0
+
+
+@pytest.mark.parametrize(
+    ("has_plugins", "variables", "says"),
+    [
+        (True, {}, "a server started here takes exact"),
+        (True, {"KVLAB_PATCH": "fast"}, "a server started here takes fast"),
+        (True, {"KVLAB_PATCH": "off"}, "a server started here stays unpatched (KVLAB_PATCH=off)"),
+        (True, {"SGLANG_PLUGINS": "other, kvlab"}, "a server started here takes exact"),
+        (
+            True,
+            {"SGLANG_PLUGINS": "other"},
+            "`python -m kvlab serve` takes exact (SGLANG_PLUGINS=other leaves kvlab out)",
+        ),
+        (False, {}, "`python -m kvlab serve` takes exact (this release loads no plugins)"),
+    ],
+)
+def test_status_says_what_a_restart_would_do(has_plugins, variables, says, sglang, run, monkeypatch):
+    for name in ("KVLAB_PATCH", "KVLAB_PATCH_STRICT", "SGLANG_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if has_plugins:
+        (sglang / "sglang/srt/plugins").mkdir()
+    info = sglang / "kvlab-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvlab\nVersion: 0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nkvlab = kvlab.patch.plugin:register\n", encoding="utf-8"
+    )
+    words = run(sglang, "patch", "status").stdout
+    assert words.splitlines()[0].endswith(says)
+    assert "flashinfer_mla.decode: recognised\n" in words
+    found = json.loads(run(sglang, "patch", "status", "--json").stdout)["planned"]
+    assert found["strategy"] == variables.get("KVLAB_PATCH", "exact")
+    assert (found["by"] is None) is ("KVLAB_PATCH=off" in says)
+
+
+@pytest.mark.parametrize("wrong", [{"KVLAB_PATCH": "exakt"}, {"KVLAB_PATCH_STRICT": "perhaps"}])
+def test_status_refuses_variables_that_no_server_starts_with(wrong, sglang, run, monkeypatch):
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    done = run(sglang, "patch", "status")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert next(iter(wrong)) in done.stderr
+
+
+def test_a_server_started_from_an_sglang_that_is_not_there(tmp_path, run, monkeypatch):
+    monkeypatch.delenv("KVLAB_PATCH", raising=False)
+    words = run(tmp_path, "patch", "status").stdout
+    assert words == "SGLang: a server started here stays unpatched (no SGLang is installed here)\n"
+
+
+def test_a_checkout_on_the_path_is_no_plugin(sglang, monkeypatch):
+    from kvlab.patch import planned, sites
+
+    for name in ("KVLAB_PATCH", "SGLANG_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    (sglang / "sglang/srt/plugins").mkdir()
+    root = sglang / "sglang"
+    monkeypatch.setattr(planned, "entry_points", lambda **_: ())
+    found = planned.planned(sites.Installed("0.5.23", root, tuple(sites.find(root))))
+    assert (found["strategy"], found["by"]) == ("exact", "kvlab serve")
+    assert "not installed" in found["reason"]
+
+
+def test_the_command_line_without_what_it_is_made_with():
+    code = "import sys, runpy; sys.modules['typer'] = None; runpy.run_module('kvlab', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "typer is not installed" in done.stderr
+    assert "pip install typer rich msgspec" in done.stderr
 
 
 def test_serve_runs_the_launcher_patched_with_its_own_arguments(sglang):
@@ -240,10 +313,36 @@ def test_verify_before_and_after(server, sglang, tmp_path, run):
     assert found["identical"] is True
     assert found["prompts"] == 4
     assert found["first_difference"] is None
+    # Nobody patched was asked, neither then nor now.
+    assert found["note"].startswith("no patched server both times")
+    words = run(sglang, "patch", "verify", "--url", url, "--against", str(saved)).stdout
+    assert "identical tokens on 4 prompts" in words
+    assert words.endswith("this says nothing of the patch\n")
     kind.shift = 1
     other = run(sglang, "patch", "verify", "--url", url, "--against", str(saved), "--json")
     assert other.returncode == 1
     assert json.loads(other.stdout)["first_difference"] == [2, 3]
+
+
+def test_the_verdict_names_what_served(server, sglang, tmp_path, run):
+    url, _ = server
+    saved = tmp_path / "before.json"
+    run(sglang, "patch", "verify", "--url", url, "--save", str(saved))
+    (sglang / "run").mkdir()
+    now = said(os.getpid(), server={"port": verify.port_of(url)})
+    (sglang / "run" / f"{os.getpid()}.json").write_text(json.dumps(now), encoding="utf-8")
+    words = run(sglang, "patch", "verify", "--url", url, "--against", str(saved)).stdout
+    assert " before (no patch seen), " in words
+    assert words.endswith(" after (exact)\n")
+
+
+def test_where_nothing_can_be_saved_nothing_is_asked(server, sglang, tmp_path, run, monkeypatch):
+    url, _ = server
+    monkeypatch.setattr(verify, "measure", lambda *a: pytest.fail("asked"))
+    for path in (tmp_path / "nowhere" / "x.json", tmp_path):
+        done = run(sglang, "patch", "verify", "--url", url, "--save", str(path))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "cannot be written" in done.stderr
 
 
 def test_the_step_is_a_token_s_time_without_the_way_to_the_first(server, tmp_path, monkeypatch):
@@ -335,7 +434,53 @@ def test_status_of_a_server_that_wrote_nothing(sglang, run):
     done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30001")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+    assert "nothing listens there" in done.stderr
+
+
+def test_a_server_that_listens_and_wrote_nothing_runs_unpatched(server, sglang, run):
+    done = run(sglang, "patch", "status", "--url", server[0])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "it runs unpatched" in done.stderr
+
+
+def test_the_wrong_port_is_told_the_right_ones(sglang, run):
+    (sglang / "run").mkdir()
+    (sglang / "run" / f"{os.getpid()}.json").write_text(json.dumps(said(os.getpid())), encoding="utf-8")
+    done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:9")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "nothing listens there" in done.stderr
+    assert done.stderr.endswith("patched servers here have port 30000\n")
+
+
+def test_a_scheduler_of_a_container_keeps_its_file(sglang, run):
+    """A directory shared with a container: its process numbers are others' here."""
+    (sglang / "run").mkdir()
+    theirs = sglang / "run" / "7.json"
+    theirs.write_text(json.dumps(said(7, started="1", namespace="pid:[1]")), encoding="utf-8")
+    done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000")
+    assert done.returncode == 2
+    assert "of another container has written there, ask inside it" in done.stderr
+    assert theirs.exists()
+
+
+def test_a_run_directory_of_another_user_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f"{os.getpid()}.json").write_text(json.dumps(said(os.getpid())), encoding="utf-8")
+    whose, another = (tmp_path / "run").owner(), os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    assert runfiles.running() == []
+    assert runfiles.elsewhere() == [f"{tmp_path / 'run'} belongs to user {whose}, ask as that user"]
+
+
+def test_a_server_of_another_kvlab_is_one_line(sglang, run):
+    (sglang / "run").mkdir()
+    old = {k: v for k, v in said(os.getpid(), kvlab="9.9").items() if k not in ("chosen", "note")}
+    (sglang / "run" / f"{os.getpid()}.json").write_text(json.dumps(old), encoding="utf-8")
+    done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "started with kvlab 9.9" in done.stderr
+    assert "restart the server or ask with its version" in done.stderr
 
 
 def test_status_names_the_rank_that_is_unlike_the_first(sglang, run):
@@ -407,6 +552,7 @@ def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch, caplog):
     assert (tmp_path / "run").stat().st_mode & 0o077 == 0
     assert runfiles.running(30000)[0]["sglang"] == "0.5.23"
     assert runfiles.running(30001) == []
+    assert runfiles.running()[0]["kvlab"] == kvlab.__version__
     (tmp_path / "run" / f"{os.getpid()}.json").unlink()
     monkeypatch.setattr(Path, "write_text", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
     caplog.clear()

@@ -1,0 +1,40 @@
+"""What will a server do that is started here? Told before a restart, by variables and installed packages."""
+
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvlab.patch import policy
+from kvlab.patch.sites import Installed
+
+_GROUP, _NAME = "sglang.srt.plugins", "kvlab"
+
+
+def planned(installed: Installed) -> dict[str, Any]:
+    """`{strategy, by, reason}`: `by` is "plugin" where SGLang loads the patch by itself, "kvlab serve" where
+    only that launcher brings it in, None where the server stays unpatched (`strategy` "off").
+
+    Raises BadInput for variables that no server would be started with.
+    """
+    asked = policy.parse(os.environ.get("KVLAB_PATCH"))
+    policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT"))
+    if asked == "off":
+        return _unpatched("KVLAB_PATCH=off")
+    if installed.root is None:
+        return _unpatched("no SGLang is installed here")
+    if not installed.recognised:
+        return _unpatched("no site of this SGLang is recognised")
+    by_hand = {"strategy": asked, "by": "kvlab serve"}
+    if not (installed.root / "srt" / "plugins").is_dir():
+        return by_hand | {"reason": "this release loads no plugins"}
+    # As SGLang reads it: empty means all.
+    listed = os.environ.get("SGLANG_PLUGINS", "")
+    if listed and _NAME not in [name.strip() for name in listed.split(",")]:
+        return by_hand | {"reason": f"SGLANG_PLUGINS={listed} leaves {_NAME} out"}
+    if not entry_points(group=_GROUP, name=_NAME):
+        return by_hand | {"reason": "kvlab is on the path, not installed: SGLang finds no plugin"}
+    return {"strategy": asked, "by": "plugin", "reason": ""}
+
+
+def _unpatched(reason: str) -> dict[str, Any]:
+    return {"strategy": "off", "by": None, "reason": reason}
