@@ -27,7 +27,7 @@ from typing import Any
 from prove_patch import loaded, say
 
 # Waited steps of a turn within a round: not counted, timed, and with their graph between two events; replays.
-SETTLE, EVENTS, REPLAYS = 2, 4, 8
+SETTLE, EVENTS, REPLAYS = 2, 4, 4
 # Rounds after which every strategy starts its batch anew: contexts grow by a step each meanwhile.
 SESSION = 4
 
@@ -55,6 +55,7 @@ def main() -> int:
     pairs.add_argument("--points", nargs="+", required=True, help="BATCHxCONTEXT:ROUNDS")
     pairs.add_argument("--steps", type=int, default=8, help="timed steps of a turn within a round")
     pairs.add_argument("--stock-steps", type=int, default=3)
+    pairs.add_argument("--stock-rounds", type=int, default=2, help="where nothing but stock is alive")
     pairs.add_argument("--no-graphs", action="store_true")
     pairs.add_argument("--cores", type=int, default=2, help="physical cores to keep to")
     pairs.add_argument("--trace", nargs="*", default=[], help="strategies: a trace of two steps, 1 x 100")
@@ -169,7 +170,7 @@ class Turn:
         self.rounds["host_ms"].append(statistics.median(hosts))
         if graphs:
             self.rounds["graph_ms"].append(statistics.median(graphs))
-            count = 2 if self.child.strategy == "stock" else REPLAYS
+            count = 1 if self.child.strategy == "stock" else REPLAYS
             self.rounds["replay_ms"].append(sglang_rank.replayed(graph, count))
 
     def step(self, batch: int, context: int) -> Any:
@@ -208,8 +209,9 @@ def in_pairs(asked: argparse.Namespace) -> int:
             pairs.add(process_of(rank, strategy))
             turns.append(turn)
         pairs.keep_to_cores()
+        only_stock = all(t.child.strategy == "stock" for t in turns)
         for batch, context, rounds in points:
-            pairs.measure(turns, batch, context, rounds)
+            pairs.measure(turns, batch, context, min(rounds, asked.stock_rounds) if only_stock else rounds)
         for turn in turns:
             if turn.child.strategy in asked.trace:
                 pairs.trace(turn)
@@ -277,6 +279,8 @@ class Pairs:
             {
                 "batch": batch,
                 "context": context,
+                **{k: getattr(self.asked, k) for k in ("model", "backend", "page_size")},
+                "cuda_graphs": not self.asked.no_graphs,
                 "seconds": round(time.perf_counter() - started, 2),
                 "switched_out": switched,
                 "load": os.getloadavg()[0],
