@@ -102,11 +102,16 @@ def running(port: int | None = None) -> list[dict[str, Any]]:
 
 def elsewhere() -> list[str]:
     """Why a server's files may not have been found, as far as the run directories show: a clause each."""
-    found = [
-        f"{folder} belongs to {_owner(folder)}, ask as that user"
-        for folder in run_dirs()
-        if folder.exists() and not _is_mine(folder)
-    ]
+    found = []
+    for folder in run_dirs():
+        try:
+            is_mine = folder.stat().st_uid == os.getuid()
+        except PermissionError:
+            found.append(f"{folder} is not for this user to look into")
+        except OSError:
+            continue
+        else:
+            found += [] if is_mine else [f"{folder} belongs to {_owner(folder)}, ask as that user"]
     if any(_is_of_another_namespace(said) for _, said in _files()):
         found.append("a scheduler of another container has written there, ask inside it")
     ports = sorted({p for said in running() if isinstance(p := said["server"].get("port"), int)})

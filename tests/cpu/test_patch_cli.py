@@ -471,6 +471,9 @@ def test_a_run_directory_of_another_user_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: another)
     assert runfiles.running() == []
     assert runfiles.elsewhere() == [f"{tmp_path / 'run'} belongs to user {whose}, ask as that user"]
+    monkeypatch.setattr(Path, "stat", lambda *a, **k: (_ for _ in ()).throw(PermissionError("no")))
+    assert runfiles.running() == []
+    assert runfiles.elsewhere() == [f"{tmp_path / 'run'} is not for this user to look into"]
 
 
 def test_a_server_of_another_kvlab_is_one_line(sglang, run):
