@@ -12,6 +12,7 @@ another process has a context on the GPU. Told is the time a replay, sample by s
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import statistics
@@ -107,6 +108,36 @@ def pace(graph: Any, samples: int = SAMPLES) -> list[float]:
     return found
 
 
+def boundaries(graph: Any) -> dict[str, Any]:
+    """Of one profiled replay: pauses between kernels that follow each other on one stream, and durations, us.
+
+    `after`: medians by kernel before and behind, for the pairs that occur most.
+    """
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+    by_pair: dict[str, list[float]] = {}
+    for one, other in itertools.pairwise(kernels):
+        if one["args"].get("stream") == other["args"].get("stream"):
+            names = " > ".join(e["name"].removeprefix("void ")[:40] for e in (one, other))
+            by_pair.setdefault(names, []).append(other["ts"] - one["ts"] - one["dur"])
+    pauses = sorted(p for found in by_pair.values() for p in found)
+    most = sorted(by_pair, key=lambda n: -len(by_pair[n]))[:12]
+    return {
+        "kernels": len(kernels),
+        "pause_us": [round(pauses[len(pauses) * q // 10], 3) for q in (1, 5, 9)] if pauses else [],
+        "duration_us": round(statistics.median(e["dur"] for e in kernels), 3) if kernels else None,
+        "after": {n: [len(by_pair[n]), round(statistics.median(by_pair[n]), 3)] for n in most},
+    }
+
+
 class Story:
     """What was measured under which condition, and its file."""
 
@@ -135,6 +166,14 @@ class Story:
             times = pace(graph, samples)
             self.told.append({"condition": what, "graph": name, "at": at, "ms": times})
             say(f"{what}, {name}: {statistics.median(times):.3f} ms ({min(times):.3f}-{max(times):.3f})")
+        self.write()
+
+    def profile(self, what: str, graphs: dict[str, Any]) -> None:
+        """Where the time between kernels is; a profiler of its own disturbs, so the time is taken around it."""
+        for name, graph in graphs.items():
+            before, found, after = pace(graph, 2), boundaries(graph), pace(graph, 2)
+            self.told.append({"condition": what, "graph": name, "ms": before + after, "profiled": found})
+            say(f"{what}, {name}: {before} {after} pauses {found['pause_us']}, lasts {found['duration_us']}")
         self.write()
 
     def write(self, **more: Any) -> None:
@@ -278,12 +317,15 @@ def conditions(story: Story, others: Others, between: Callable[[], None], raw: d
     with others.there("busy"):
         story.measure("another context, busy")
     story.measure("alone again, after busy")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
-        story.measure("profiled", samples=2)
-    story.measure("after the profiler")
-    for number in range(4):
-        one = {n: Exec(g) for n, g in raw.items()}
+    last = [{n: Exec(g) for n, g in raw.items()} for _ in range(6)]
+    for number, one in enumerate(last):
         story.measure(f"instantiated last {number + 1}", one, 3)
+    story.profile("profiled", story.graphs)
+    for name in raw:
+        its = sorted((one[name] for one in last), key=lambda e: statistics.median(pace(e, 3)))
+        story.profile("profiled, the quickest and the slowest", {name: its[0]})
+        story.profile("profiled, the quickest and the slowest", {name: its[-1]})
+    story.measure("after the profiler")
 
 
 def tiny(asked: argparse.Namespace) -> int:
