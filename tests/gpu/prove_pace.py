@@ -169,7 +169,7 @@ class Story:
         self.write()
 
     def profile(self, what: str, graphs: dict[str, Any]) -> None:
-        """Where the time between kernels is; a profiler of its own disturbs, so the time is taken around it."""
+        """Where the time between kernels is. A profiler disturbs: the time is taken around it."""
         for name, graph in graphs.items():
             before, found, after = pace(graph, 2), boundaries(graph), pace(graph, 2)
             self.told.append({"condition": what, "graph": name, "ms": before + after, "profiled": found})
