@@ -256,7 +256,7 @@ class Pairs:
             say(f"on {self.cpus}")
 
     def measure(self, turns: list[Turn], batch: int, context: int, rounds: int) -> None:
-        from kvlab.bench.sglang_rank import patched_as
+        from kvlab import patch
 
         for turn in turns:
             turn.clear()
@@ -266,10 +266,10 @@ class Pairs:
         started, switched = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
         for number in range(rounds):
             if number % SESSION == 0:
+                # Prompts are nobody's turn: stock serves them, and no patch checks itself anew for one.
+                patch.apply("off")
                 for turn in turns:
                     turn.activate()
-                    # Eager calls want the patch that the rank was built with; replays don't.
-                    patched_as(turn.rank)
                     turn.batch = turn.rank.start_at(batch, context)
             for turn in turns if number % 2 == 0 else reversed(turns):
                 turn.take()
