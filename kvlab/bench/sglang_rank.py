@@ -357,6 +357,7 @@ def timed(rank: Rank, batch: Batch, *, steps: int = 32, warm_up: int = 8) -> Tim
     """`steps` decode steps of `batch`, each waited for, after `warm_up` that are not timed."""
     for _ in range(warm_up):
         rank.decode(batch)
+    gc.collect()
     times, hosts = waited(rank, batch, steps)
     graphs = graph_of_steps(rank, batch, GRAPH_STEPS)
     return summary(times, hosts, graphs, _replayed(rank))
@@ -374,7 +375,6 @@ def summary(times: list[float], hosts: list[float], graphs: list[float], replay:
 def waited(rank: Rank, batch: Batch, steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds of each of `steps` decode steps, waited for, and until the host had queued it."""
     times, hosts = [], []
-    gc.collect()
     gc.disable()
     try:
         for _ in range(steps):

@@ -13,6 +13,7 @@ machine's pace meanwhile changes it for all. Both write a run of `kvlab bench st
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -263,6 +264,7 @@ class Pairs:
             turn.activate()
             if turn.rank.fits(batch, context, SESSION * (SETTLE + turn.child.steps + EVENTS) + 1):
                 return
+        gc.collect()
         started, switched = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
         for number in range(rounds):
             if number % SESSION == 0:
