@@ -171,6 +171,7 @@ def main() -> int:
     loaded.add_argument("out", type=Path)
     loaded.add_argument("strategies")
     loaded.add_argument("--together", type=int, default=1)
+    loaded.add_argument("--apart", type=float, default=20)
     loaded.add_argument("--pool", type=int, default=495_552)
     loaded.add_argument("--backend", default="flashinfer")
     judge = commands.add_parser("judge")
@@ -696,6 +697,7 @@ def loads(asked: argparse.Namespace) -> int:
             server_args=flags.split(),
             port=31_000 + 100 * int(os.environ.get("JOB_SLOT", "0")),
             together=asked.together,
+            apart=asked.apart,
             out=out / "serve.json",
             say=say,
             then=typed,
