@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 KERNELS, REPLAYS, SAMPLES, ANEW, ALIVE = 1500, 8, 5, 12, 60
+SERIES = 6.0
 SPIN = "while True: pass"
 STREAM = "a = bytearray(1 << 28); b = bytearray(1 << 28)\nwhile True: b[:] = a"
 GIB = 1 << 30
@@ -168,6 +169,17 @@ class Story:
             say(f"{what}, {name}: {statistics.median(times):.3f} ms ({min(times):.3f}-{max(times):.3f})")
         self.write()
 
+    def series(self, what: str, seconds: float = SERIES) -> None:
+        """The first graph without a break: does its pace change while nothing else does?"""
+        name, graph = next(iter(self.graphs.items()))
+        at = round(time.time() - self.began, 2)
+        times: list[float] = []
+        while time.time() - self.began < at + seconds:
+            times += pace(graph, 4)
+        self.told.append({"condition": what, "graph": name, "at": at, "seconds": seconds, "ms": times})
+        say(f"{what}, {name}: {min(times):.3f} to {max(times):.3f} ms, median {statistics.median(times):.3f}")
+        self.write()
+
     def profile(self, what: str, graphs: dict[str, Any]) -> None:
         """Where the time between kernels is. A profiler disturbs: the time is taken around it."""
         for name, graph in graphs.items():
@@ -259,6 +271,7 @@ def conditions(story: Story, others: Others, between: Callable[[], None], raw: d
     story.watch()
     time.sleep(1)
     story.measure("calm")
+    story.series("without a break")
     for number in range(4):
         between()
         story.measure(f"after eager work {number + 1}", samples=3)
@@ -317,6 +330,7 @@ def conditions(story: Story, others: Others, between: Callable[[], None], raw: d
     with others.there("busy"):
         story.measure("another context, busy")
     story.measure("alone again, after busy")
+    story.series("without a break, again")
     last = [{n: Exec(g) for n, g in raw.items()} for _ in range(6)]
     for number, one in enumerate(last):
         story.measure(f"instantiated last {number + 1}", one, 3)
