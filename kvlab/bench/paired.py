@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from kvlab.errors import BadInput
 
+CONFIDENCE = 0.95
+
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the rounds' ratios, with a 95 % bootstrap interval of that median."""
+    """The median of the rounds' ratios, with a bootstrap interval of that median (CONFIDENCE)."""
 
     median: float
     low: float
@@ -30,5 +32,5 @@ def ratio(mine: Sequence[float], base: Sequence[float], *, resamples: int = 2000
     each = [a / b for a, b in zip(mine, base, strict=True)]
     draw = random.Random(seed)
     medians = sorted(statistics.median(draw.choices(each, k=len(each))) for _ in range(resamples))
-    cut = round(resamples * 0.025)
+    cut = round(resamples * (1 - CONFIDENCE) / 2)
     return Ratio(statistics.median(each), medians[cut], medians[-1 - cut], len(each))
