@@ -16,6 +16,7 @@ from kvlab.errors import BadInput
 from kvlab.kernels import nvrtc
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, expect, rows_2d
+from kvlab.kernels.direct import current_stream
 
 RANK = 512
 ROPES = (0, 64)
@@ -315,6 +316,7 @@ def mla_decode(
     lse_base2: bool = False,
     workspace: torch.Tensor | None = None,
     variant: Variant | None = None,
+    keep: list["Launch"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Absorbed MLA decode over FP8 rows on Hopper; equals `reference.mla_attention`.
 
@@ -322,8 +324,8 @@ def mla_decode(
     free; rows [slots, 576 (512)] float8_e4m3fn or float8_e5m2, row stride free; `q_indptr` int32 [bs + 1]
     bounds each request's query tokens (None: one each), causal among themselves. Writes `out` [tokens, heads,
     512] of Q's dtype and, where given, `lse` float32 [tokens, heads]: natural logarithm, base 2 with
-    `lse_base2`. A token that sees nothing: out 0, lse -inf. Raises BadInput naming the argument that is
-    wrong.
+    `lse_base2`. A token that sees nothing: out 0, lse -inf. `keep` gets the launch, for the next call of
+    tensors that are laid out alike. Raises BadInput naming the argument that is wrong.
     """
     pool = rows_2d("rows", rows)
     device = pool.device
@@ -418,10 +420,45 @@ def mla_decode(
         lse_factor=1.0 if lse_base2 else math.log(2),
         v_scale=k_scale,
     )
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
-        kernel.launch(ctas, variant.threads, shared, stream, params)
+    launch = Launch(device, kernel, ctas, variant.threads, shared, params)
+    launch()
+    if keep is not None:
+        keep.append(launch)
     return out, lse
+
+
+class Launch:
+    """A kernel and its parameters, ready. `again`: the same call of other tensors, laid out alike."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        kernel: nvrtc.Kernel,
+        ctas: int,
+        threads: int,
+        shared: int,
+        params: ctypes.Structure,
+    ) -> None:
+        self._device, self._kernel, self._params = device, kernel, params
+        self._cut = ctas, threads, shared
+
+    def __call__(self) -> None:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._kernel.launch(*self._cut, stream, self._params)
+
+    def again(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor | None, rows: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """On the current device's current stream. The caller vouches for the layouts; workspace and tables
+        are those of the call before.
+        """
+        p = self._params
+        p.q_nope = q_nope.data_ptr()
+        if q_pe is not None:
+            p.q_pe = q_pe.data_ptr()
+        p.rows, p.out = rows.data_ptr(), out.data_ptr()
+        self._kernel.launch(*self._cut, current_stream(self._device.index), p)
 
 
 _grids: dict[tuple[Variant, int, int], int] = {}

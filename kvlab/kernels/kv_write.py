@@ -7,12 +7,14 @@ answered.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kvlab.kernels.chip import early_launch, starts_early
+from kvlab.kernels.direct import Direct
 
 _INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 # The largest number, Inf and a quiet NaN.
@@ -92,6 +94,7 @@ def kvlab_kv_write(
     loc,
     nope,
     rope,
+    wide,
     out_stride,
     nope_stride,
     rope_stride,
@@ -104,11 +107,21 @@ def kvlab_kv_write(
     NAN: tl.constexpr,
     NEGATIVE_NAN: tl.constexpr,
     EARLY: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):
-    """EARLY: launched while the kernel before ends, as SGLang's own write is; it waits before it reads."""
+    """EARLY: launched while the kernel before ends, as SGLang's own write is; it waits before it reads.
+
+    CLEAR: one program more, behind the tokens, zeroes the first row of `wide`.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
+    if CLEAR:  # noqa: SIM102 -- decided at compile time
+        if token == tl.num_programs(0) - 1:
+            column = tl.arange(0, BLOCK)
+            nothing = tl.zeros([BLOCK], tl.float32).to(wide.dtype.element_ty)
+            tl.store(wide + column, nothing, mask=column < NOPE + ROPE)
+            return
     slot, column, is_row, code = new_row(
         loc,
         nope,
@@ -142,33 +155,50 @@ def edge_codes(fp8: torch.dtype, dtype: torch.dtype, device: torch.device) -> tu
     return over, inf, nan, negative
 
 
+_launch = Direct(kvlab_kv_write)
+
+
 def write(
-    buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, fp8: torch.dtype
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    fp8: torch.dtype,
+    clear: torch.Tensor | None = None,
 ) -> None:
     """Token i of `nope` [tokens, rank] and `rope` [tokens, rope] goes to `buffer[loc[i]]`, as codes of `fp8`.
 
     buffer uint8 [slots, 1, rank + rope], slot stride free; loc int32 or int64 [tokens]; one program a token.
-    Equal to `torch.cat([nope, rope], 1).to(fp8)` on that device, byte for byte.
+    Both may have a dimension of one in the middle. Equal to `torch.cat([nope, rope], 1).to(fp8)` on that
+    device, byte for byte. `clear`: a wide layer [slots, 1, rank + rope], whose slot 0 becomes zero.
     """
-    over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
-    early = starts_early(buffer.device)
-    kvlab_kv_write[(loc.numel(),)](
-        buffer,
-        loc,
-        nope,
-        rope,
-        buffer.stride(0),
-        nope.stride(0),
-        rope.stride(0),
-        NOPE=nope.shape[1],
-        ROPE=rope.shape[1],
-        BLOCK=triton.next_power_of_2(nope.shape[1] + rope.shape[1]),
-        E5M2=fp8 == torch.float8_e5m2,
-        OVER=over,
-        INF=inf,
-        NAN=nan,
-        NEGATIVE_NAN=negative,
-        EARLY=early,
-        num_warps=4,
-        **early_launch(early),
+    device, dtype = buffer.device, nope.dtype
+    rank, width = nope.size(-1), rope.size(-1)
+    strides = buffer.stride(0), nope.stride(0), rope.stride(0)
+    wide_dtype = None if clear is None else clear.dtype
+
+    def constants() -> dict[str, Any]:
+        over, inf, nan, negative = edge_codes(fp8, dtype, device)
+        early = starts_early(device)
+        return {
+            "NOPE": rank,
+            "ROPE": width,
+            "BLOCK": triton.next_power_of_2(rank + width),
+            "E5M2": fp8 == torch.float8_e5m2,
+            "OVER": over,
+            "INF": inf,
+            "NAN": nan,
+            "NEGATIVE_NAN": negative,
+            "EARLY": early,
+            "CLEAR": clear is not None,
+            "num_warps": 4,
+            **early_launch(early),
+        }
+
+    _launch(
+        (device.index, fp8, dtype, loc.dtype, wide_dtype, rank, width, strides),
+        loc.numel() + (clear is not None),
+        (buffer, loc, nope, rope, nope if clear is None else clear),
+        strides,
+        constants,
     )

@@ -8,12 +8,15 @@ the shadow, and the others cast what is left on the list, which nobody is writin
 two launches, one after the other.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from kvlab.kernels.cast import Tuning, tuning
 from kvlab.kernels.chip import chip, early_launch, starts_early
+from kvlab.kernels.direct import Direct
 from kvlab.kernels.kv_write import edge_codes, new_row
 from kvlab.kernels.widen import widen
 
@@ -222,15 +225,22 @@ def kvlab_write_cast(
                 x, slot, live = coming, ahead, more
 
 
+_without = Direct(kvlab_slot_list_without)
+_launch = Direct(kvlab_write_cast)
+
+
 def without(slots: torch.Tensor, count: torch.Tensor, loc: torch.Tensor) -> None:
     """Take the slots that `loc` names off a step's list, in place: their entries become -1.
 
     slots int32 [capacity], of which `count` int32 [1] are valid; loc int32 or int64 [tokens], at most
     MAX_WRITES. Slot 0 stays.
     """
-    programs = chip(slots.device)[1]
-    kvlab_slot_list_without[(programs,)](
-        slots, count, loc, loc.numel(), WRITES=MAX_WRITES, LANES=128, num_warps=4
+    _without(
+        (slots.device.index, loc.dtype),
+        chip(slots.device)[1],
+        (slots, count, loc),
+        (loc.numel(),),
+        lambda: {"WRITES": MAX_WRITES, "LANES": 128, "num_warps": 4},
     )
 
 
@@ -255,45 +265,42 @@ def write_cast(
     its rows were complete before the kernel that runs before this one, so both may be read while that one
     ends (programmatic dependent launch, SM90 on). Returns `shadow`.
     """
-    over, inf, nan, negative = edge_codes(fp8, nope.dtype, buffer.device)
+    device, dtype = buffer.device, nope.dtype
     source, target = buffer.view(buffer.shape[0], -1), shadow.view(shadow.shape[0], -1)
-    cut = cut or tuning(source.device)
-    early = early and starts_early(source.device)
-    width = nope.shape[1] + rope.shape[1]
-    unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
-    few = min(unit, 8)
-    programs = cut.grid * chip(source.device)[1]
-    kvlab_write_cast[(max(programs, loc.numel() + 2),)](
-        source,
-        source.view(fp8) if cut.native else source,
-        target,
-        slots,
-        count,
-        loc,
-        nope,
-        rope,
-        source.stride(0),
-        target.stride(0),
-        nope.stride(0),
-        rope.stride(0),
-        source.shape[0],
-        slots.numel(),
-        loc.numel(),
-        NOPE=nope.shape[1],
-        ROPE=rope.shape[1],
-        BLOCK=triton.next_power_of_2(width),
-        UNIT=unit,
-        FEW_UNIT=few,
-        LANES=max(cut.lanes, triton.next_power_of_2(width // few)),
-        E5M2=fp8 == torch.float8_e5m2,
-        BF16=target.dtype == torch.bfloat16,
-        NATIVE=cut.native,
-        OVER=over,
-        INF=inf,
-        NAN=nan,
-        NEGATIVE_NAN=negative,
-        EARLY=early,
-        num_warps=cut.warps,
-        **early_launch(early),
+    cut = cut or tuning(device)
+    early = early and starts_early(device)
+    rank, rope_width = nope.size(-1), rope.size(-1)
+    strides = source.stride(0), target.stride(0), nope.stride(0), rope.stride(0)
+
+    def constants() -> dict[str, Any]:
+        over, inf, nan, negative = edge_codes(fp8, dtype, device)
+        width = rank + rope_width
+        unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
+        few = min(unit, 8)
+        return {
+            "NOPE": rank,
+            "ROPE": rope_width,
+            "BLOCK": triton.next_power_of_2(width),
+            "UNIT": unit,
+            "FEW_UNIT": few,
+            "LANES": max(cut.lanes, triton.next_power_of_2(width // few)),
+            "E5M2": fp8 == torch.float8_e5m2,
+            "BF16": target.dtype == torch.bfloat16,
+            "NATIVE": cut.native,
+            "OVER": over,
+            "INF": inf,
+            "NAN": nan,
+            "NEGATIVE_NAN": negative,
+            "EARLY": early,
+            "num_warps": cut.warps,
+            **early_launch(early),
+        }
+
+    _launch(
+        (device.index, cut, early, fp8, dtype, loc.dtype, target.dtype, rank, rope_width, strides),
+        max(cut.grid * chip(device)[1], loc.numel() + 2),
+        (source, source.view(fp8) if cut.native else source, target, slots, count, loc, nope, rope),
+        (*strides, source.shape[0], slots.numel(), loc.numel()),
+        constants,
     )
     return shadow

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
-from kvlab.patch import casts, write
-from kvlab.patch.policy import Facts
+from kvlab.kernels.checks import FP8_DTYPES
+from kvlab.patch import write
 from kvlab.patch.reads import ADAPTERS, Stock
 from kvlab.patch.sites import Site
+from kvlab.patch.standing import Standing, standing
 from kvlab.patch.strategies import Call, TakeOver
-from kvlab.patch.strategies.base import nothing
+from kvlab.patch.strategies.base import nothing_waits
 
 if TYPE_CHECKING:
     from kvlab.patch.runtime import BackendState, Runtime
 
 
 class Attempt:
-    """One call: what it reads, which strategy has it, and what became of that."""
+    """One call: what it reads, which strategy has it, and what became of that. Made anew for every layer of
+    every pass: what may be the last call's is in `standing`.
+    """
+
+    __slots__ = (
+        *("runtime", "state", "site", "backend", "layer", "forward_batch", "q", "q_rope", "graph"),
+        *("is_capturing", "call", "strategy_name", "served", "slots", "row_bytes", "standing", "_waits"),
+    )
 
     def __init__(
         self,
@@ -43,13 +48,9 @@ class Attempt:
         self.strategy_name = "stock"
         self.served: str | None = None
         self.slots = self.row_bytes = 0
-        self.facts: Facts | None = None
-        # Why nothing serves this call, should it ask for a cast.
-        self._unserved = ""
-        # What the whole server does that leaves this call to stock.
-        self._outside: str | None = None
-        # How stock writes what waits for the cast.
-        self._waits: functools.partial[None] | None = None
+        self.standing: Standing | None = None
+        # What stock would write in place of what waits for the cast: a pool and its arguments.
+        self._waits: tuple[Any, ...] | None = None
 
     def enter(self, pool: Any) -> None:
         """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
@@ -59,143 +60,138 @@ class Attempt:
             self._give_up(e)
 
     def _enter(self, pool: Any) -> None:
-        state, site, layer = self.state, self.site, self.layer
-        rows = a_layer(pool)
-        if rows.shape[-1] != layer.head_dim or self.q.dtype not in WIDE_DTYPES:
-            # A prefill that attends to its own wide rows, with heads of another width, asks for no cast.
-            self._unserved = f"rows of {rows.shape[-1]}, head_dim {layer.head_dim}, {self.q.dtype} queries"
+        site, backend = self.site, self.backend
+        its = standing(self.runtime, self.state, site, backend, self.layer, self.q, pool)
+        self.standing = its
+        if its.outside is not None:
+            self.fell_back(its.outside)
             return
-        self.facts = Facts(
-            kind=site.kind,
-            device=rows.device,
-            slots=rows.shape[0],
-            width=rows.shape[-1],
-            fp8=pool.dtype,
-            q_dtype=self.q.dtype,
-            heads=layer.tp_q_head_num,
-            rank=layer.v_head_dim,
-            page_size=self.backend.page_size if site.family == "fa3" else 1,
-            family=site.family,
-        )
-        self._outside = _outside(state)
-        if self._outside is not None:
-            self.fell_back(self._outside)
+        strategy = its.strategy
+        if strategy is None:
             return
-        self.strategy_name = self.runtime.choice(state, self.facts).strategy
-        if self.strategy_name == "stock":
+        self.strategy_name = its.name
+        metadata = backend.forward_metadata
+        # Extend's ragged path reads no pool and has nothing planned: the cast is not asked for.
+        if metadata is None or (
+            site.kind == "extend" and site.family == "flashinfer_mla" and metadata.use_ragged
+        ):
             return
         adapter = ADAPTERS[site.family]
-        if not _has_metadata(self.backend, site):
-            return
-        reads = adapter.reads(self.backend, site.kind, layer, self.forward_batch)
+        reads = adapter.reads(backend, site.kind, self.layer, self.forward_batch, its.reads)
         if isinstance(reads, Stock):
             self.fell_back(reads.reason)
             return
+        its.reads = reads
         self.call = Call(
-            site=site.name,
-            kind=site.kind,
-            adapter=adapter,
-            backend=self.backend,
-            layer=layer,
-            forward_batch=self.forward_batch,
-            q=self.q,
-            q_rope=self.q_rope,
-            reads=reads,
-            facts=self.facts,
-            scratch=self.runtime.scratch,
-            lane=self.runtime.lane(state, site.kind),
-            lasts=state.graphs or self.is_capturing,
-            is_capturing=self.is_capturing,
-            generation=state.generation,
+            site.name,
+            site.kind,
+            adapter,
+            backend,
+            self.layer,
+            self.forward_batch,
+            self.q,
+            self.q_rope,
+            reads,
+            its.facts,
+            self.runtime.scratch,
+            its.lane,
+            self.state.graphs or self.is_capturing,
+            self.is_capturing,
+            self.state.generation,
+            _tokens(self.forward_batch),
+            its.kept,
             settle=self.flush,
         )
-        self.runtime.strategies[self.strategy_name].enter(self.call)
+        strategy.enter(self.call)
 
     def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What SGLang's method gets for `rows.to(dtype)`."""
-        self.slots, self.row_bytes = rows.shape[0], rows.shape[-1]
-        if self._unserved:
-            self.fell_back(self._unserved)
+        its, call = self.standing, self.call
+        self.slots, self.row_bytes = rows.size(0), rows.size(-1)
+        if its is not None and its.unserved:
+            self.fell_back(its.unserved)
         if rows.dtype not in FP8_DTYPES:
             self.flush()
             self.call = None
             self.served = None
             return rows.to(dtype)
-        if self.call is not None and (self.facts is None or rows.shape[0] != self.facts.slots):
+        if call is not None and self.slots != its.facts.slots:
             # Also writes what waits.
             self.leave()
-            self.call = None
+            self.call = call = None
             self.fell_back("a buffer that is not the pool's layer")
-        self._settle(rows)
-        if self.call is not None:
-            try:
-                wide = self.runtime.strategies[self.strategy_name].cast(self.call, rows, dtype)
-            except Exception as e:
-                self.flush()
-                self._give_up(e)
-            except TakeOver:
-                self.served = self.strategy_name
-                raise
-            else:
-                if self._waits is not None:
-                    self._waits = None
-                    self._wrote("with the cast")
-                self.served = self.strategy_name
-                return wide
-        self.served = "stock"
-        return rows.to(dtype)
+        if call is None:
+            self.served = "stock"
+            return rows.to(dtype)
+        if call.pending is not None and call.pending.buffer.data_ptr() != rows.data_ptr():
+            # New rows may wait no longer where this cast is not of their buffer.
+            self.flush()
+        try:
+            wide = its.strategy.cast(call, rows, dtype)
+        except Exception as e:
+            self.flush()
+            self._give_up(e)
+            self.served = "stock"
+            return rows.to(dtype)
+        except TakeOver:
+            self.served = self.strategy_name
+            raise
+        if self._waits is not None:
+            self._waits = None
+            self._wrote("with the cast")
+        self.served = self.strategy_name
+        return wide
 
     def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
         """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
-        is_ours = not args and not kwargs and self.facts is not None and self.runtime.asked != "stock"
-        if is_ours and self._outside is None:
+        runtime, its = self.runtime, self.standing
+        if (
+            not args
+            and not kwargs
+            and its is not None
+            and its.facts is not None
+            and its.outside is None
+            and runtime.asked != "stock"
+        ):
             try:
-                why = self.runtime.write_refusal(self.state, pool, self.facts)
-                new = write.new_rows(pool, layer, loc, nope, rope) if why is None else None
-                if new is not None and self._may_wait(new):
-                    self.call.pending = new
-                    self._waits = functools.partial(self._stock_write, pool, layer, loc, nope, rope)
-                    return
-                if new is not None:
-                    new.write()
-                    self._wrote("one launch")
-                    return
+                if runtime.write_refusal(self.state, pool, its.facts) is None:
+                    new = write.new_rows(pool, layer, loc, nope, rope)
+                    if new is not None:
+                        call = self.call
+                        if (
+                            call is not None
+                            and call.pending is None
+                            and its.strategy.waits(call, new, runtime.joint_refusal)
+                        ):
+                            call.pending = new
+                            self._waits = pool, layer, loc, nope, rope
+                            return
+                        new.write()
+                        self._wrote("one launch")
+                        return
             except Exception as e:
                 self._write_failed(pool, e)
         self._stock_write(pool, layer, loc, nope, rope, *args, **kwargs)
 
-    def flush(self) -> None:
-        """Write now what waits for the cast: somebody is about to read the pool."""
-        if self._waits is None or self.call is None:
-            return
-        by_stock, self._waits = self._waits, None
-        new, self.call.pending = self.call.pending, None
+    def flush(self, clear: torch.Tensor | None = None) -> bool:
+        """Write now what waits for the cast: somebody is about to read the pool. True where the same launch
+        zeroed slot 0 of `clear`.
+        """
+        waits, call = self._waits, self.call
+        if waits is None or call is None:
+            return False
+        self._waits = None
+        new, call.pending = call.pending, None
         if new is None:
-            return
+            return False
         try:
-            new.write()
-            self._wrote("one launch")
+            new.write(clear)
         except Exception as e:
-            self._write_failed(by_stock.args[0], e)
-            by_stock()
-
-    def _settle(self, rows: torch.Tensor) -> None:
-        """New rows may wait no longer where this cast is not of their buffer."""
-        pending = self.call.pending if self.call is not None else None
-        if pending is not None and pending.buffer.data_ptr() != rows.data_ptr():
-            self.flush()
-
-    def _may_wait(self, new: write.NewRows) -> bool:
-        """May the cast write these rows?"""
-        return (
-            self.call is not None
-            and self.call.pending is None
-            and self.site.kind == "decode"
-            and len(self.call.reads.tables) == 1
-            and getattr(self.runtime.strategies[self.strategy_name], "is_joint", False)
-            and 0 < new.loc.numel() <= casts.most_joint_writes(new.buffer.device)
-            and self.runtime.joint_refusal(self.facts) is None
-        )
+            self._write_failed(waits[0], e)
+            self._stock_write(*waits)
+            return False
+        self._wrote("one launch")
+        return clear is not None
 
     def _write_failed(self, pool: Any, error: Exception) -> None:
         self.state.write_refusal[id(pool)] = one_line(error)
@@ -207,7 +203,8 @@ class Attempt:
 
     def leave(self) -> None:
         """Put back what the strategy swapped; safe to repeat."""
-        self.flush()
+        if self._waits is not None:
+            self.flush()
         if self.call is not None:
             while self.call.undo:
                 self.call.undo.pop()()
@@ -217,22 +214,18 @@ class Attempt:
         holds a step's tensors too.
         """
         self.leave()
-        self.count()
+        if self.served is not None:
+            self.runtime.counters.call(
+                self.site.name,
+                self.served,
+                slots=self.slots,
+                row_bytes=self.row_bytes,
+                tokens=_tokens(self.forward_batch),
+                graph=self.graph,
+            )
         if self.call is not None:
-            self.call.settle = nothing
+            self.call.settle = nothing_waits
             self.call = None
-
-    def count(self) -> None:
-        if self.served is None:
-            return
-        self.runtime.counters.call(
-            self.site.name,
-            self.served,
-            slots=self.slots,
-            row_bytes=self.row_bytes,
-            tokens=_tokens(self.forward_batch),
-            graph=self.graph,
-        )
 
     def fell_back(self, reason: str) -> None:
         self.served = "stock"
@@ -252,41 +245,10 @@ class Attempt:
             self.runtime.counters.writes[how] += 1
 
 
-def _has_metadata(backend: Any, site: Site) -> bool:
-    """Extend's ragged path reads no pool and has nothing planned: the cast is not asked for, so nothing to
-    do.
-    """
-    metadata = backend.forward_metadata
-    if metadata is None:
-        return False
-    return not (site.family == "flashinfer_mla" and site.kind == "extend" and metadata.use_ragged)
-
-
-def _outside(state: BackendState) -> str | None:
-    """What the whole server does that leaves every call to stock."""
-    args = state.server_args
-    if (getattr(args, "dcp_size", 1) or 1) > 1:
-        return "decode context parallelism"
-    if not state.graphs and _overlaps_plans():
-        # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
-        return "plans on a stream of their own, graphs off"
-    return None
-
-
-def _overlaps_plans() -> bool:
-    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
-
-
 def _tokens(forward_batch: Any) -> int | None:
     """Cached tokens of the batch, if the host knows."""
     total = getattr(forward_batch, "seq_lens_sum", None)
     return int(total) if isinstance(total, int) else None
-
-
-def a_layer(pool: Any) -> torch.Tensor:
-    """One layer's raw buffer, without `get_key_buffer`, which may wait for a transfer."""
-    inner = getattr(pool, "full_kv_pool", pool)
-    return inner.kv_buffer[0]
 
 
 def one_line(error: BaseException) -> str:

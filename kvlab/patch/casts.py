@@ -1,7 +1,10 @@
 """Triton on CUDA, plain torch elsewhere: the same casts either way, imported when first used."""
 
+import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,12 +20,16 @@ def on_device(device: torch.device) -> bool:
     return device.type == "cuda" or INTERPRET
 
 
+@functools.cache
+def kernels(name: str) -> ModuleType:
+    """`kvlab.kernels.NAME`, imported at its first use. An import statement costs every call more."""
+    return importlib.import_module(f"kvlab.kernels.{name}")
+
+
 def shadow(rows: torch.Tensor, out: torch.Tensor, active: Any) -> torch.Tensor:
     """Active rows, of tables or of a `slot_list`, to their own places in `out`, which is shaped as `rows`."""
     if on_device(rows.device):
-        from kvlab.kernels import cast
-
-        return cast.shadow_cast(rows, out, active)
+        return kernels("cast").shadow_cast(rows, out, active)
     from kvlab.kernels import reference
 
     return reference.shadow_cast(rows, out, active)
@@ -33,8 +40,7 @@ def slot_list(tables: Sequence[ActiveSlots], slots: int, last: Any = None) -> An
     device = tables[0].device
     if not on_device(device):
         return None
-    from kvlab.kernels import slot_list as lists
-
+    lists = kernels("slot_list")
     if last is None or last.num_slots != slots or last.slots.device != device:
         last = lists.list_for(slots, device)
     return lists.slot_list(tables[0], last, *tables[1:])
@@ -42,9 +48,7 @@ def slot_list(tables: Sequence[ActiveSlots], slots: int, last: Any = None) -> An
 
 def without(found: Any, loc: torch.Tensor) -> None:
     """Take the slots `loc` off a `slot_list`: `write_shadow` writes them."""
-    from kvlab.kernels import write_cast
-
-    write_cast.without(found.slots, found.count, loc)
+    kernels("write_cast").without(found.slots, found.count, loc)
 
 
 def write_shadow(found: Any, out: torch.Tensor, new: Any, *, early: bool = False) -> torch.Tensor:
@@ -52,9 +56,7 @@ def write_shadow(found: Any, out: torch.Tensor, new: Any, *, early: bool = False
 
     `early`: the kernel before made neither the list nor the rows that it names.
     """
-    from kvlab.kernels import write_cast
-
-    return write_cast.write_cast(
+    return kernels("write_cast").write_cast(
         new.buffer, out, found.slots, found.count, new.loc, new.nope, new.rope, new.fp8, early=early
     )
 
@@ -63,9 +65,7 @@ def most_joint_writes(device: torch.device) -> int:
     """Tokens that `write_shadow` may write, 0 where there is no kernel for it."""
     if not on_device(device):
         return 0
-    from kvlab.kernels import write_cast
-
-    return write_cast.MAX_WRITES
+    return int(kernels("write_cast").MAX_WRITES)
 
 
 @dataclass

@@ -5,6 +5,7 @@ right at CUDA-graph replay too. It never looks at `req_to_token`, whose ids newe
 call that it does not understand is a `Stock` with a reason: that call takes stock's path and is counted.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,12 +33,19 @@ class Reads:
     q_indptr: torch.Tensor | None = None
     causal: bool = True
     is_cascade: bool = False
+    # The very tensors that this was read from.
+    source: tuple[Any, ...] = ()
 
 
 class Adapter(Protocol):
-    """What the seam asks of a backend family."""
+    """What the seam asks of a backend family.
 
-    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock: ...
+    `last`: what the call before this one read, returned where this one reads the very same tensors.
+    """
+
+    def reads(
+        self, backend: Any, kind: str, layer: Any, forward_batch: Any, last: Reads | None = None
+    ) -> Reads | Stock: ...
 
     def swap(self, backend: Any, kind: str, table: torch.Tensor) -> "Swap": ...
 
@@ -65,22 +73,27 @@ class FlashInferMLA:
     plan does (`hooks.py`).
     """
 
-    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock:
+    def reads(
+        self, backend: Any, kind: str, layer: Any, forward_batch: Any, last: Reads | None = None
+    ) -> Reads | Stock:
         if kind == "extend" and getattr(forward_batch, "attn_dcp_metadata", None) is not None:
             return Stock("decode context parallelism")
         wrapper = self.wrapper(backend, kind)
         indices, indptr = wrapper._kv_indices_buf, wrapper._kv_indptr_buf
         if indices is None or indptr is None:
             return Stock("flashinfer's wrapper was not planned")
-        if kind == "decode" and wrapper._use_cuda_graph:
-            indptr = backend.kv_indptr[: indptr.numel()]
+        static = backend.kv_indptr if kind == "decode" and wrapper._use_cuda_graph else None
+        q_indptr = None if kind == "decode" else wrapper._qo_indptr_buf
+        source = indices, indptr, static, q_indptr
+        if last is not None and _same(last.source, source):
+            return last
+        if static is not None:
+            indptr = static[: indptr.numel()]
         if indices.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int32:
             return Stock(f"kv_indices {indices.dtype}, kv_indptr {indptr.dtype}")
         # Not `ragged`, which checks more than a layer's call has time for.
         return Reads(
-            [ActiveSlots(indices, indptr)],
-            q_indptr=None if kind == "decode" else wrapper._qo_indptr_buf,
-            causal=kind == "extend",
+            [ActiveSlots(indices, indptr)], q_indptr=q_indptr, causal=kind == "extend", source=source
         )
 
     def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
@@ -102,7 +115,9 @@ class FlashAttention:
     Captured calls read static tables whose padded rows and stale tails the lengths cut off.
     """
 
-    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock:
+    def reads(
+        self, backend: Any, kind: str, layer: Any, forward_batch: Any, last: Reads | None = None
+    ) -> Reads | Stock:
         metadata = backend.forward_metadata
         if getattr(backend, "attn_cp_size", 1) > 1 and kind == "extend":
             return Stock("context parallelism")
@@ -125,6 +140,9 @@ class FlashAttention:
             expand = backend.forward_metadata_spec_decode_expand
             tables.append(expand.page_table)
             lengths.append(expand.cache_seqlens_int32)
+        source = *tables, *lengths, metadata.cu_seqlens_q, page_size
+        if last is not None and _same(last.source, source):
+            return last
         if any(t is None for t in (*tables, *lengths)):
             return Stock("no page table in the metadata")
         if any(t.dtype != torch.int32 for t in (*tables, *lengths)):
@@ -137,10 +155,16 @@ class FlashAttention:
             q_indptr=metadata.cu_seqlens_q,
             causal=not is_cascade,
             is_cascade=is_cascade,
+            source=source,
         )
 
     def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
         return Swap([(backend.forward_metadata, "page_table")], table)
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Are they the very same objects? Tensors are compared by nothing else."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _is_cascade(backend: Any, kind: str, forward_batch: Any) -> bool:

@@ -4,7 +4,9 @@ Decisions are made once a backend and call kind, before capture, and logged in o
 """
 
 import contextlib
+import functools
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,12 +17,13 @@ import torch
 
 from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
 from kvlab.patch import casts, policy, selfcheck, write
-from kvlab.patch.attempt import Attempt, a_layer, one_line
+from kvlab.patch.attempt import Attempt, one_line
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
 from kvlab.patch.scratch import Scratch, is_capturing
 from kvlab.patch.seam import PoolView, is_view, seen_through
 from kvlab.patch.sites import Site
+from kvlab.patch.standing import Basis, Standing, a_layer
 from kvlab.patch.strategies import Strategy, TakeOver, all_strategies
 
 log = logging.getLogger("kvlab.patch")
@@ -41,6 +44,8 @@ class BackendState:
     graphs: bool = False
     generation: int = 0
     choices: dict[Facts, Choice] = field(default_factory=dict)
+    # By call kind: what the last call was decided on.
+    standing: dict[str, Standing] = field(default_factory=dict)
     write_refusal: dict[int, str | None] = field(default_factory=dict)
     graph: Any = None
 
@@ -64,7 +69,10 @@ class Runtime:
         self._states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
         self._checked: dict[tuple[Any, ...], str | None] = {}
         self._said: set[str] = set()
+        # While a backend is built: what failed its check, by cause.
+        self._failed: dict[str, list[str]] | None = None
         self._broken: dict[str, str] = {}
+        self.broken = 0
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
         for backend, state in before._states.items() if before is not None else ():
@@ -86,6 +94,19 @@ class Runtime:
             rows = a_layer(pool)
         except (AttributeError, IndexError, TypeError):
             return
+        self._failed = {}
+        try:
+            self._decide_all(family, backend, model_runner, pool, rows)
+        finally:
+            failed, self._failed = self._failed, None
+            for why, names in failed.items():
+                self._say_failed(names, rows.device, why)
+        self._announce(family, _kinds(backend), pool, rows)
+
+    def _decide_all(
+        self, family: str, backend: Any, model_runner: Any, pool: Any, rows: torch.Tensor
+    ) -> None:
+        state = self._state(family, backend)
         config = getattr(model_runner, "model_config", None)
         for kind in _kinds(backend):
             facts = Facts(
@@ -106,7 +127,6 @@ class Runtime:
                     self.write_refusal(state, pool, facts)
                     if kind == "decode" and state.choices[facts].strategy == "shadow":
                         self.joint_refusal(facts)
-        self._announce(family, _kinds(backend), pool, rows)
 
     def graphs_ready(self, family: str, backend: Any) -> None:
         """After `init_cuda_graph_state`: from now on the scratch lasts; ask for it before capture."""
@@ -121,6 +141,7 @@ class Runtime:
         """After a metadata hook: a new pass begins, perhaps a capture, perhaps a replay."""
         state = self._state(family, backend)
         state.generation += 1
+        state.standing.clear()
         key = (id(backend), step.mode, step.batch)
         state.graph = key if step.is_graph else None
         if step.is_graph and step.is_capture:
@@ -144,30 +165,29 @@ class Runtime:
     ) -> Any:
         """What `original` returns, with the pool cast the cheap way where that is certain to be right."""
 
-        def stock() -> Any:
-            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-
         if not self.is_active or torch.compiler.is_compiling():
-            return stock()
+            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
         holder = backend if site.holder == "self" else forward_batch
         pool = getattr(holder, "token_to_kv_pool", None)
         if pool is None or is_view(pool) or getattr(pool, "dtype", None) not in FP8_DTYPES:
-            return stock()
+            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
 
-        state = self._state(site.family, backend)
+        state = self._states.get(backend) or self._state(site.family, backend)
         captures = is_capturing(q.device)
-        self.has_captured |= captures
-        graph = state.graph if captures else None
+        graph = None
+        if captures:
+            self.has_captured = True
+            graph = state.graph
         q_rope = kwargs.get("q_rope")
-        attempt = Attempt(self, state, site, backend, layer, forward_batch, q, q_rope, graph, captures)
-        if args and attempt.q_rope is None:
+        if q_rope is None and len(args) > 1:
             # save_kv_cache, q_rope, k_rope may come by position.
-            attempt.q_rope = args[1] if len(args) > 1 else None
+            q_rope = args[1]
+        attempt = Attempt(self, state, site, backend, layer, forward_batch, q, q_rope, graph, captures)
         view = PoolView(pool, attempt.cast, attempt.write, attempt.flush)
         try:
             with seen_through(holder, view):
                 attempt.enter(pool)
-                return stock()
+                return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
         except TakeOver as taken:
             attempt.leave()
             try:
@@ -176,9 +196,40 @@ class Runtime:
                 self.broke(attempt.strategy_name, e)
                 attempt.fell_back(f"{attempt.strategy_name} failed")
                 # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
-                return stock()
+                return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
         finally:
             attempt.end()
+
+    def decide(self, state: BackendState, site: Site, basis: Basis, rows: torch.Tensor) -> Standing:
+        """What the calls of `basis` get."""
+        width = rows.shape[-1]
+        if width != basis.head_dim or basis.q_dtype not in WIDE_DTYPES:
+            # A prefill that attends to its own wide rows, with heads of another width, asks for no cast.
+            why = f"rows of {width}, head_dim {basis.head_dim}, {basis.q_dtype} queries"
+            return Standing(basis, why)
+        facts = Facts(
+            kind=site.kind,
+            device=rows.device,
+            slots=rows.shape[0],
+            width=width,
+            fp8=basis.fp8,
+            q_dtype=basis.q_dtype,
+            heads=basis.heads,
+            rank=basis.rank,
+            page_size=basis.page_size,
+            family=site.family,
+        )
+        outside = _outside(state)
+        if outside is not None:
+            return Standing(basis, facts=facts, outside=outside)
+        chosen = self.choice(state, facts).strategy
+        return Standing(
+            basis,
+            facts=facts,
+            name=chosen,
+            strategy=self.strategies.get(chosen),
+            lane=self.lane(state, site.kind),
+        )
 
     def choice(self, state: BackendState, facts: Facts) -> Choice:
         """The strategy for such calls, decided once."""
@@ -207,14 +258,31 @@ class Runtime:
         return self._checked[key]
 
     def _self_check(self, strategy: str, facts: Facts) -> str | None:
+        wrong = self._check(strategy, facts.device, functools.partial(selfcheck.check, strategy, facts))
+        return None if wrong is None else f"self-check failed: {wrong}"
+
+    def _check(self, name: str, device: torch.device, check: Callable[[], str | None]) -> str | None:
+        """What `check` finds wrong, or None. Said once; together where several fail in the same way."""
+        cause = None
         try:
-            wrong = selfcheck.check(strategy, facts)
+            wrong = check()
         except Exception as e:
             wrong = one_line(e)
-        if wrong is not None:
-            self.say(f"self-check of {strategy} failed on {facts.device}: {wrong}; not used")
-            return f"self-check failed: {wrong}"
-        return None
+            cause = type(e).__name__
+        if wrong is None:
+            return None
+        if self._failed is None:
+            self._say_failed([name], device, wrong)
+            return wrong
+        # A compiler's complaint names the kernel: of one kind of exception the first speaks for all.
+        same = next((why for why in self._failed if cause and why.split(":")[0] == cause), wrong)
+        names = self._failed.setdefault(same, [])
+        if name not in names:
+            names.append(name)
+        return wrong
+
+    def _say_failed(self, names: Sequence[str], device: torch.device, why: str) -> None:
+        self.say(f"self-check of {', '.join(names)} failed on {device}: {why}; not used")
 
     def native_kv_dtype(self, backend: Any) -> torch.dtype | None:
         """The KV dtype to plan decode with where `native` serves it, else None."""
@@ -230,6 +298,7 @@ class Runtime:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
             self._broken[strategy] = f"failed while serving: {one_line(error)}"
+            self.broken = len(self._broken)
             self.say(f"{strategy} failed ({one_line(error)}); {outcome}, {strategy} is not used again")
         self.on_change(True)
 
@@ -243,12 +312,11 @@ class Runtime:
                 if checked not in self._checked:
                     if is_capturing(facts.device):
                         return "not checked before capture"
-                    try:
-                        self._checked[checked] = selfcheck.check_write(facts)
-                    except Exception as e:
-                        self._checked[checked] = one_line(e)
-                    if self._checked[checked]:
-                        self.say(f"KV write stays stock's: {self._checked[checked]}")
+                    self._checked[checked] = self._check(
+                        "the one-launch KV write",
+                        facts.device,
+                        functools.partial(selfcheck.check_write, facts),
+                    )
                 why = self._checked[checked]
             state.write_refusal[key] = why
         return state.write_refusal[key]
@@ -261,12 +329,8 @@ class Runtime:
         if key not in self._checked:
             if is_capturing(facts.device):
                 return "not checked before capture"
-            try:
-                self._checked[key] = selfcheck.check_joint(facts)
-            except Exception as e:
-                self._checked[key] = one_line(e)
-            if self._checked[key]:
-                self.say(f"KV write and cast stay two launches: {self._checked[key]}")
+            check = functools.partial(selfcheck.check_joint, facts)
+            self._checked[key] = self._check("KV write and cast in one launch", facts.device, check)
         return self._checked[key]
 
     def lane(self, state: BackendState, kind: str) -> str:
@@ -362,6 +426,20 @@ def _kinds(backend: Any) -> list[str]:
 
 def _is_ours(method: Any) -> bool:
     return hasattr(method, "__wrapped__")
+
+
+def _outside(state: BackendState) -> str | None:
+    """What the whole server does that leaves every call to stock."""
+    if (getattr(state.server_args, "dcp_size", 1) or 1) > 1:
+        return "decode context parallelism"
+    if not state.graphs and _overlaps_plans():
+        # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
+        return "plans on a stream of their own, graphs off"
+    return None
+
+
+def _overlaps_plans() -> bool:
+    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
 
 
 def _heads(config: Any, server_args: Any) -> int | None:

@@ -7,6 +7,7 @@ zeroed then. Never larger than stock's own: one layer of the largest pool. Besid
 keep what names a step's slots: some bytes a slot, where a wide row has a thousand.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,8 @@ class Scratch:
         self, device: torch.device, lane: str, rows: int, width: int, dtype: torch.dtype, *, lasts: bool
     ) -> torch.Tensor:
         """[rows, 1, width] of `dtype`. A transient one is not cleared: see `clear_unread`."""
-        nbytes = rows * width * dtype.itemsize
         if lasts or (device, lane) in self.lasting:
+            nbytes = rows * width * dtype.itemsize
             self.reserve(device, lane, nbytes)
             return self.lasting[device, lane][:nbytes].view(dtype).view(rows, 1, width)
         return torch.empty((rows, 1, width), dtype=dtype, device=device)
@@ -55,11 +56,18 @@ class Scratch:
         return {"bytes": self.nbytes(), "lanes": sorted(lane for _, lane in self.lasting)}
 
 
-def clear_unread(shadow: torch.Tensor, active: ActiveSlots) -> None:
-    """Zero what a kernel may load and mask: slot 0, and each last page behind its length. No host sync."""
-    shadow[0].zero_()
-    if not active.is_paged or active.page_size == 1 or active.table.shape[1] == 0:
-        return
+def clear_unread(shadow: torch.Tensor, tables: Sequence[ActiveSlots], *, is_clear: bool = False) -> None:
+    """Zero what a kernel may load and mask: slot 0, unless it `is_clear`, and each last page behind its
+    length. No host sync.
+    """
+    if not is_clear:
+        shadow[0].zero_()
+    for active in tables:
+        if active.is_paged and active.page_size > 1 and active.table.shape[1]:
+            _clear_tails(shadow, active)
+
+
+def _clear_tails(shadow: torch.Tensor, active: ActiveSlots) -> None:
     size = active.page_size
     lengths = active.bounds.long().clamp(min=0, max=active.table.shape[1] * size)
     last = (lengths - 1).clamp(min=0) // size

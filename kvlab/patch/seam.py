@@ -6,8 +6,7 @@ attention kernel the same bits. A view lives for one call: at all other times th
 whose class other code checks and which MTP, TBO and hybrid backends swap or copy.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +17,13 @@ _WIDE = (torch.bfloat16, torch.float16)
 class DeferredCast:
     """Raw FP8 rows that become wide when asked. Everything else goes to the rows themselves."""
 
+    __slots__ = ("_cast", "_pool_rows", "_settle")
+
     def __init__(
         self,
         rows: torch.Tensor,
         cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], Any] = lambda: None,
     ) -> None:
         self._pool_rows, self._cast, self._settle = rows, cast, settle
 
@@ -58,20 +59,25 @@ class DeferredCast:
         return func(*raw(args), **{k: raw(v) for k, v in (kwargs or {}).items()})
 
 
+_set = object.__setattr__
+
+
 class PoolView:
     """A pool during one call: `isinstance` and every attribute are the real pool's."""
+
+    __slots__ = ("_cast", "_pool", "_settle", "_write")
 
     def __init__(
         self,
         pool: Any,
         cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
         write: Callable[..., None],
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], Any] = lambda: None,
     ) -> None:
-        object.__setattr__(self, "_pool", pool)
-        object.__setattr__(self, "_cast", cast)
-        object.__setattr__(self, "_write", write)
-        object.__setattr__(self, "_settle", settle)
+        _set(self, "_pool", pool)
+        _set(self, "_cast", cast)
+        _set(self, "_write", write)
+        _set(self, "_settle", settle)
 
     @property
     def __class__(self) -> type:
@@ -99,14 +105,20 @@ def is_view(pool: Any) -> bool:
     return type(pool) is PoolView
 
 
-@contextmanager
-def seen_through(holder: Any, view: PoolView) -> Iterator[None]:
+class seen_through:
     """`holder.token_to_kv_pool` is `view` inside, and the very pool again outside."""
-    pool = object.__getattribute__(view, "_pool")
-    holder.token_to_kv_pool = view
-    try:
-        yield
-    finally:
+
+    # A class: a generator's context manager costs a layer's call twice as much.
+
+    __slots__ = ("_holder", "_view")
+
+    def __init__(self, holder: Any, view: PoolView) -> None:
+        self._holder, self._view = holder, view
+
+    def __enter__(self) -> None:
+        self._holder.token_to_kv_pool = self._view
+
+    def __exit__(self, *_: object) -> None:
         # Someone may have put another pool there meanwhile: that one stays.
-        if is_view(getattr(holder, "token_to_kv_pool", None)):
-            holder.token_to_kv_pool = pool
+        if is_view(getattr(self._holder, "token_to_kv_pool", None)):
+            self._holder.token_to_kv_pool = self._view._pool

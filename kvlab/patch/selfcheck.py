@@ -127,7 +127,16 @@ def _fused_batch(
     q = torch.randn((batch, facts.heads, facts.width), generator=generator).to(device, facts.q_dtype)
     q_nope, q_pe = q[..., : facts.rank], q[..., facts.rank :]
     scale = facts.width**-0.5
-    got, again = (attend(q_nope, q_pe, rows, active, sm_scale=scale, logit_cap=0.0) for _ in range(2))
+    workspace = None
+    if device.type == "cuda":
+        from kvlab.kernels import decode
+
+        # Not the kernel's own, which would stay.
+        workspace = decode.workspace_for(batch, facts.heads, device, kv_lora_rank=facts.rank)
+    got, again = (
+        attend(q_nope, q_pe, rows, active, sm_scale=scale, logit_cap=0.0, workspace=workspace)
+        for _ in range(2)
+    )
     want, _ = reference.mla_attention(q_nope, q_pe, rows, active, sm_scale=scale)
     error = ((got.float() - want).norm() / want.norm()).item()
     # A NaN compares as neither, and must not pass.

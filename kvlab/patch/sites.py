@@ -10,6 +10,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
@@ -63,7 +64,7 @@ class Site:
     line: int = 0
     holder: str = ""
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.family}.{self.kind}"
 

@@ -38,9 +38,12 @@ def refusal(pool: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class NewRows:
-    """Rows that a layer is about to write: token i of `nope` and `rope` to slot `loc[i]` of `buffer`."""
+    """Rows that a layer is about to write: token i of `nope` and `rope` to slot `loc[i]` of `buffer`.
+
+    `nope` and `rope` [tokens, width] or [tokens, 1, width]; `buffer` uint8 [slots, 1, width].
+    """
 
     buffer: torch.Tensor
     loc: torch.Tensor
@@ -48,10 +51,12 @@ class NewRows:
     rope: torch.Tensor
     fp8: torch.dtype
 
-    def write(self) -> None:
-        """One launch; none for no tokens."""
+    def write(self, clear: torch.Tensor | None = None) -> None:
+        """One launch; none for no tokens. `clear`: a wide layer whose slot 0 is zeroed by it."""
         if self.loc.numel():
-            quantise(self.buffer, self.loc, self.nope, self.rope, self.fp8)
+            quantise(self.buffer, self.loc, self.nope, self.rope, self.fp8, clear)
+        elif clear is not None:
+            clear[0].zero_()
 
 
 def new_rows(
@@ -62,30 +67,41 @@ def new_rows(
     if rope is None or nope.dtype not in _WIDE or rope.dtype != nope.dtype or not torch.is_tensor(loc):
         return None
     buffer = pool.kv_buffer[layer.layer_id - pool.start_layer]
-    nope, rope = nope.reshape(-1, nope.shape[-1]), rope.reshape(-1, rope.shape[-1])
-    width = nope.shape[1] + rope.shape[1]
+    nope, rope = _rows(nope), _rows(rope)
     tokens = loc.numel()
     is_plain = (
         buffer.dim() == 3
-        and buffer.shape[1:] == (1, width)
-        and buffer.stride(-1) == 1
+        and buffer.size(1) == 1
+        and buffer.size(2) == nope.size(-1) + rope.size(-1)
+        and buffer.stride(2) == 1
         and nope.stride(-1) == 1
         and rope.stride(-1) == 1
         and loc.is_contiguous()
-        and nope.shape[0] >= tokens
-        and rope.shape[0] >= tokens
+        and nope.size(0) >= tokens
+        and rope.size(0) >= tokens
     )
     return NewRows(buffer, loc, nope, rope, pool.dtype) if is_plain else None
 
 
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """A row a token: [tokens, 1, width] as it is, anything else as [tokens, width]."""
+    return t if t.dim() == 3 and t.size(1) == 1 else t.reshape(-1, t.shape[-1])
+
+
 def quantise(
-    buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, fp8: torch.dtype
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    fp8: torch.dtype,
+    clear: torch.Tensor | None = None,
 ) -> None:
     """One launch. buffer uint8 [slots, 1, width], slot stride free; loc int32 or int64 [tokens]."""
     if not casts.on_device(buffer.device):
-        row = torch.cat([nope[: loc.numel()], rope[: loc.numel()]], dim=1)
+        n = loc.numel()
+        row = torch.cat([nope[:n].reshape(n, -1), rope[:n].reshape(n, -1)], dim=1)
         buffer[loc.long()] = row.to(fp8).view(torch.uint8).unsqueeze(1)
+        if clear is not None:
+            clear[0].zero_()
         return
-    from kvlab.kernels import kv_write
-
-    kv_write.write(buffer, loc, nope, rope, fp8)
+    casts.kernels("kv_write").write(buffer, loc, nope, rope, fp8, clear)

@@ -15,11 +15,10 @@ import torch
 
 from kvlab.backends.sources import Tree
 from kvlab.kernels.active import ActiveSlots
-from kvlab.patch.policy import Facts
 from kvlab.patch.reads import ADAPTERS, FlashInferMLA, Reads, Stock
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.sites import RECOGNISED, Site
-from kvlab.patch.strategies import Call, Strategy
+from kvlab.patch.strategies import Call, Plain, Strategy
 from kvlab.patch.strategies.shadow import Shadow
 from kvlab.plans.release import Server
 from kvlab.plans.results import Buffer, Careless, Decorated, Reading, Shared, Variant
@@ -196,20 +195,11 @@ def decorated(flashinfer: Tree) -> Decorated:
     )
 
 
-class InPlace:
+class InPlace(Plain):
     """The text's first variant: the wide row goes where the FP8 row is, over it and over its neighbour."""
 
     name = "in place"
     is_exact = False
-
-    def refusal(self, facts: Facts) -> str | None:
-        return None
-
-    def note(self, facts: Facts) -> str | None:
-        return None
-
-    def enter(self, call: Call) -> None:
-        return
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raw = rows.view(torch.uint8).squeeze(1)
@@ -235,7 +225,9 @@ class _Noting(Shadow):
 class _WrapperLengths(FlashInferMLA):
     """The naive reading: the wrapper's own lengths."""
 
-    def reads(self, backend: Any, kind: str, layer: Any, forward_batch: Any) -> Reads | Stock:
+    def reads(
+        self, backend: Any, kind: str, layer: Any, forward_batch: Any, last: Reads | None = None
+    ) -> Reads | Stock:
         wrapper = self.wrapper(backend, kind)
         return Reads([ActiveSlots.ragged(wrapper._kv_indices_buf, wrapper._kv_indptr_buf)])
 

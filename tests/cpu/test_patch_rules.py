@@ -261,7 +261,7 @@ def test_clearing_touches_slot_0_and_tails_of_last_pages_only(lengths, page_size
     table = order.view(len(lengths), pages).to(torch.int32)
     active = ActiveSlots.paged(table, torch.tensor(lengths, dtype=torch.int32), page_size)
     shadow = torch.full(((pages * len(lengths) + 1) * page_size, 1, 2), torch.nan, dtype=torch.bfloat16)
-    clear_unread(shadow, active)
+    clear_unread(shadow, [active])
     cleared = set((~shadow[:, 0, 0].isnan()).nonzero().flatten().tolist())
     tails = {0}
     for row, n in zip(table.tolist(), lengths, strict=True):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvlab.kernels import direct
 from kvlab.patch import hooks, selfcheck
 from kvlab.patch.policy import Facts
 from kvlab.patch.runtime import Runtime, Step
@@ -166,7 +167,12 @@ def test_the_peak_is_at_most_stock_s(lasts, patched):
     step(backend)  # the self-check's own buffers are gone before the measurement
     if lasts:
         runtime.graphs_ready("fa3", backend)
+    else:
+        torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated()
     assert peak(backend) <= stock
+    # Graphs off, nothing stays: no list of slots either.
+    assert lasts or torch.cuda.memory_allocated() == held
     assert runtime.counters.calls["fa3.decode", "shadow"] == 8
 
 
@@ -192,3 +198,100 @@ def test_no_synchronisation_in_a_call(patched):
         step(backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def launched_twice(run, *made):
+    """What two launches of a kind wrote, each into clones of `made`: Triton's own, then the direct one."""
+    found = []
+    for _ in range(2):
+        its = [t.clone() for t in made]
+        run(*its)
+        found.append(its)
+    return found
+
+
+def kept(launches):
+    return sum(len(one._kept) for one in launches)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_a_direct_launch_writes_what_triton_s_does(tokens, fp8, dtype):
+    """KV write, with and without its clearing; cast of tables, of pages and of a list; write and cast."""
+    from kvlab.kernels import cast, kv_write, write_cast
+    from kvlab.kernels.active import ActiveSlots
+
+    assert direct.is_known()
+    slots = 4096
+    pool = torch.randint(0, 0x48, (slots, 1, WIDTH), dtype=torch.uint8, device="cuda")
+    wide = torch.full((slots, 1, WIDTH), float("nan"), dtype=dtype, device="cuda")
+    new = torch.randn(tokens, 1, WIDTH, device="cuda").to(dtype)
+    loc = torch.randperm(slots - 1, device="cuda")[:tokens] + 1
+    indices = torch.randint(1, slots, (tokens * 3,), dtype=torch.int32, device="cuda")
+    ragged = ActiveSlots.ragged(indices, torch.tensor([0, tokens * 3], dtype=torch.int32, device="cuda"))
+    table = torch.randint(1, slots // 64, (2, 4), dtype=torch.int32, device="cuda")
+    paged = ActiveSlots.paged(table, torch.tensor([200, 65], dtype=torch.int32, device="cuda"), 64)
+    listed = cast.slot_list(ragged, cast.list_for(slots, pool.device))
+    nope, rope = new[..., :RANK], new[..., RANK:]
+
+    def write(buffer, out):
+        kv_write.write(buffer, loc, nope, rope, fp8, out)
+
+    def plain(buffer, out):
+        kv_write.write(buffer, loc, nope, rope, fp8)
+
+    def cast_of(active):
+        return lambda buffer, out: cast.shadow_cast(buffer.view(fp8), out, active)
+
+    def joint(early):
+        def run(buffer, out):
+            write_cast.write_cast(buffer, out, listed.slots, listed.count, loc, nope, rope, fp8, early=early)
+
+        return run
+
+    runs = [write, plain, cast_of(ragged), cast_of(paged), cast_of(listed)]
+    if tokens <= write_cast.MAX_WRITES:
+        write_cast.without(listed.slots, listed.count, loc)
+        runs += [joint(False), joint(True)]
+    for run in runs:
+        one, other = launched_twice(run, pool, wide)
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1].view(torch.int16), other[1].view(torch.int16))
+    # Each kind was kept: what is compared above is not Triton's launch twice.
+    before = kept((kv_write._launch, cast._cast, write_cast._launch))
+    for run in runs:
+        launched_twice(run, pool, wide)
+    assert kept((kv_write._launch, cast._cast, write_cast._launch)) == before >= len(runs)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64])
+def test_the_layers_of_a_step_decode_as_each_alone(batch):
+    """Also where a layer's tensors are laid out otherwise than the last one's, or the step is another."""
+    from kvlab.kernels import decode
+    from kvlab.kernels.active import ActiveSlots
+
+    heads, slots, device = 8, 8192, torch.device("cuda", torch.cuda.current_device())
+    pools = torch.randn(3, slots, 1, WIDTH, device=device).to(torch.float8_e4m3fn)
+    strided = torch.randn(slots, 1, WIDTH + 64, device=device).to(torch.float8_e4m3fn)[..., :WIDTH]
+    layers = decode.Layers()
+    launches = []
+    for context in (100, 700):
+        bounds = torch.arange(batch + 1, dtype=torch.int32, device=device) * context
+        indices = torch.randint(1, slots, (batch * context,), dtype=torch.int32, device=device)
+        active = ActiveSlots.ragged(indices, bounds)
+        workspace = decode.workspace_for(batch, heads, device)
+        for rows in (*pools, strided, pools[0]):
+            q = torch.randn(batch, heads, WIDTH, device=device).bfloat16()
+            both = (q[..., :RANK], q[..., RANK:]), (q[..., :RANK].contiguous(), q[..., RANK:].contiguous())
+            for q_nope, q_pe in both:
+                for cap in (0.0, 30.0):
+                    known = {"sm_scale": WIDTH**-0.5, "logit_cap": cap}
+                    want, _ = decode.mla_decode(q_nope, q_pe, rows, active, **known)
+                    for _ in range(2):
+                        got = layers(q_nope, q_pe, rows, active, workspace=workspace, **known)
+                        assert torch.equal(got, want)
+                launches.append(layers._launch)
+    # On Hopper they are CUDA's, launched again without a check.
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert any(one is not None for one in launches)

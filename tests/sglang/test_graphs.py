@@ -24,7 +24,7 @@ def frozen(monkeypatch):
 
     def freeze(name, adapter):
         class Frozen(type(adapter)):
-            def reads(self, backend, kind, layer, forward_batch):
+            def reads(self, backend, kind, layer, forward_batch, last=None):
                 key = (name, id(backend), kind)
                 if key not in kept:
                     kept[key] = super().reads(backend, kind, layer, forward_batch)
@@ -155,7 +155,7 @@ def test_dflash_verify_replay_refreshes_no_lengths_on_the_device(frozen, monkeyp
 class WrapperLengths(reads.FlashInferMLA):
     """The naive reading: the wrapper's own lengths, which the fast plan leaves as captured."""
 
-    def reads(self, backend, kind, layer, forward_batch):
+    def reads(self, backend, kind, layer, forward_batch, last=None):
         wrapper = self.wrapper(backend, kind)
         return Reads([ActiveSlots.ragged(wrapper._kv_indices_buf, wrapper._kv_indptr_buf)])
 

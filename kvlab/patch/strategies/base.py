@@ -22,16 +22,19 @@ class TakeOver(BaseException):
         self.compute = compute
 
 
-def nothing() -> None:
-    """What there is to settle where nothing waits."""
+def nothing_waits(clear: torch.Tensor | None = None) -> bool:
+    """`Call.settle` where no rows wait."""
+    return False
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call of `forward_decode` or `forward_extend` while it runs.
 
-    `pending`: new rows that are not written yet, handed only to strategies that have `is_joint`. One that
-    writes them with its cast sets it to None; `settle()` writes them by themselves.
+    `tokens`: cached tokens of the batch, if the host knows. `kept`: what a strategy keeps for the other
+    layers of the pass; new metadata ends it. `pending`: new rows that are not written yet, where the strategy
+    said that they may wait. One that writes them with its cast sets it to None; `settle()` writes them by
+    themselves; `settle(wide)` also zeroes slot 0 of a wide layer, and says if it did.
     """
 
     site: str
@@ -49,9 +52,11 @@ class Call:
     lasts: bool = False
     is_capturing: bool = False
     generation: int = 0
+    tokens: int | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     pending: NewRows | None = None
-    settle: Callable[[], None] = nothing
+    settle: Callable[..., bool] = nothing_waits
 
 
 class Strategy(Protocol):
@@ -72,6 +77,28 @@ class Strategy(Protocol):
         """What must be in place before the method reads its metadata."""
         ...
 
+    def waits(self, call: Call, new: NewRows, joint_refusal: Callable[[Facts], str | None]) -> bool:
+        """May these rows stay unwritten until the cast, which writes them? `joint_refusal`: why not in its
+        own launch.
+        """
+        ...
+
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What the method gets for `rows.to(dtype)`; or raise TakeOver."""
         ...
+
+
+class Plain:
+    """What a strategy answers where it has nothing of its own to say."""
+
+    def refusal(self, facts: Facts) -> str | None:
+        return None
+
+    def note(self, facts: Facts) -> str | None:
+        return None
+
+    def enter(self, call: Call) -> None:
+        return
+
+    def waits(self, call: Call, new: NewRows, joint_refusal: Callable[[Facts], str | None]) -> bool:
+        return False

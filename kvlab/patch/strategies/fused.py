@@ -8,10 +8,10 @@ import torch
 from kvlab.kernels.active import ActiveSlots
 from kvlab.patch import casts
 from kvlab.patch.policy import Facts
-from kvlab.patch.strategies.base import Call, TakeOver
+from kvlab.patch.strategies.base import Call, Plain, TakeOver
 
 
-class Fused:
+class Fused(Plain):
     name = "fused"
     is_exact = False
 
@@ -29,9 +29,6 @@ class Fused:
     def note(self, facts: Facts) -> str | None:
         return uncompiled(facts)
 
-    def enter(self, call: Call) -> None:
-        return
-
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if call.reads.is_cascade:
             raise RuntimeError("cascade attention merges two results")
@@ -47,26 +44,34 @@ class Fused:
             both = call.q.reshape(-1, heads, layer.head_dim)
             q_nope, q_pe = both[..., :rank], both[..., rank:]
         # flashinfer's MLA kernel has no soft cap: stock does not apply one there.
-        cap = layer.logit_cap if call.facts.family == "fa3" else 0.0
-        out = attend(
-            q_nope,
-            q_pe,
-            rows,
-            call.reads.tables[0],
-            sm_scale=layer.scaling,
-            logit_cap=cap or 0.0,
-            workspace=self._workspace(call, q_nope),
-        )
+        cap = (layer.logit_cap if call.facts.family == "fa3" else 0.0) or 0.0
+        active, workspace = call.reads.tables[0], self._workspace(call, q_nope)
+        if workspace is None:
+            out = attend(q_nope, q_pe, rows, active, sm_scale=layer.scaling, logit_cap=cap)
+        else:
+            layers = call.kept.get("layers")
+            if layers is None:
+                layers = call.kept["layers"] = casts.kernels("decode").Layers()
+            out = layers(
+                q_nope, q_pe, rows, active, sm_scale=layer.scaling, logit_cap=cap, workspace=workspace
+            )
         return out.reshape(-1, heads * rank)
 
     def _workspace(self, call: Call, q_nope: torch.Tensor) -> torch.Tensor | None:
-        """The kernel's scratch, made at a warm-up call; a capture that outgrows it gets its own."""
+        """The kernel's scratch. Under graphs made at a warm-up call and kept, and a capture that outgrows it
+        gets its own; without them made for a pass and gone with it: an extend step finds the memory free.
+        """
         device = q_nope.device
         if device.type != "cuda":
             return None
-        from kvlab.kernels import decode
-
         tokens, heads, rank = q_nope.shape
+        decode = casts.kernels("decode")
+        if not call.lasts:
+            found = call.kept.get("workspace")
+            if found is None or found[0] < tokens:
+                made = decode.workspace_for(tokens, heads, device, kv_lora_rank=rank)
+                found = call.kept["workspace"] = tokens, made
+            return found[1]
         need = decode.workspace_bytes(tokens, heads, device, kv_lora_rank=rank)
         kept = self._workspaces.setdefault((device, call.lane), [])
         if kept and kept[-1].numel() >= need:

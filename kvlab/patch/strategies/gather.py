@@ -8,13 +8,12 @@ import torch
 
 from kvlab.kernels.active import ActiveSlots
 from kvlab.patch import casts
-from kvlab.patch.policy import Facts
 from kvlab.patch.scratch import clear_unread
-from kvlab.patch.strategies.base import Call
+from kvlab.patch.strategies.base import Call, Plain
 from kvlab.patch.strategies.passes import Passes
 
 
-class Gather:
+class Gather(Plain):
     name = "gather"
     is_exact = True
 
@@ -22,12 +21,6 @@ class Gather:
         self._passes = Passes()
         # Captured graphs refill these: they live as long as the process.
         self._captured: list[casts.Map] = []
-
-    def refusal(self, facts: Facts) -> str | None:
-        return None
-
-    def note(self, facts: Facts) -> str | None:
-        return None
 
     def enter(self, call: Call) -> None:
         if len(call.reads.tables) > 1:
@@ -42,7 +35,7 @@ class Gather:
         count = max(found.rows, page_size)
         compact = call.scratch.rows(rows.device, call.lane, count, rows.shape[-1], dtype, lasts=call.lasts)
         if not call.lasts:
-            clear_unread(compact, _renamed(found))
+            clear_unread(compact, [_renamed(found)])
         return casts.gather(rows, compact, found)
 
     def _map(self, call: Call) -> casts.Map:

@@ -13,10 +13,10 @@ import torch
 
 from kvlab.patch.policy import Facts
 from kvlab.patch.reads import FlashInferMLA
-from kvlab.patch.strategies.base import Call
+from kvlab.patch.strategies.base import Call, Plain
 
 
-class Native:
+class Native(Plain):
     name = "native"
     is_exact = False
 
@@ -32,9 +32,6 @@ class Native:
         if facts.device.type == "cuda" and torch.cuda.get_device_capability(facts.device)[0] != 9:
             return "flashinfer's FP8 MLA is for SM90"
         return flashinfer_refusal()
-
-    def note(self, facts: Facts) -> str | None:
-        return None
 
     def enter(self, call: Call) -> None:
         wrapper = FlashInferMLA.wrapper(call.backend, call.kind)

@@ -9,10 +9,10 @@ import torch
 
 from kvlab.patch.policy import Facts
 from kvlab.patch.reads import FlashInferMLA
-from kvlab.patch.strategies.base import Call
+from kvlab.patch.strategies.base import Call, Plain
 
 
-class Replan:
+class Replan(Plain):
     name = "replan"
     is_exact = True
 
@@ -20,12 +20,6 @@ class Replan:
         if facts.family != "flashinfer_mla":
             return "only flashinfer's wrapper has a plan to repeat"
         return "decode only" if facts.kind != "decode" else None
-
-    def note(self, facts: Facts) -> str | None:
-        return None
-
-    def enter(self, call: Call) -> None:
-        return
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if call.is_capturing:

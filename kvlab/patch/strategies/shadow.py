@@ -1,10 +1,12 @@
 """Active rows to their own places in one wide layer: indices, plans and page tables stay as they are.
 
-Where a pass has several layers, its distinct slots are listed once, in the pool's order: a prefix that many
-requests share is cast once a layer, not once a request. A draft model's single layer is not worth the list.
-A decode step's own new slots are left out of the list: each layer writes them with its cast, in one launch.
+Under CUDA graphs, where a pass has several layers, its distinct slots are listed once, in the pool's order: a
+prefix that many requests share is cast once a layer, not once a request. A draft model's single layer is not
+worth the list. A decode step's own new slots are left out of the list: each layer writes them with its cast,
+in one launch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,36 +14,38 @@ import torch
 from kvlab.patch import casts
 from kvlab.patch.policy import Facts
 from kvlab.patch.scratch import clear_unread
-from kvlab.patch.strategies.base import Call
+from kvlab.patch.strategies.base import Call, Plain
 from kvlab.patch.strategies.passes import Passes
 from kvlab.patch.write import NewRows
 
 
-class Shadow:
+class Shadow(Plain):
     name = "shadow"
     is_exact = True
-    is_joint = True
 
     def __init__(self) -> None:
         self._passes = Passes()
         # Captured graphs refill these: they live as long as the process.
         self._captured: list[Any] = []
 
-    def refusal(self, facts: Facts) -> str | None:
-        return None
-
-    def note(self, facts: Facts) -> str | None:
-        return None
-
-    def enter(self, call: Call) -> None:
-        return
+    def waits(self, call: Call, new: NewRows, joint_refusal: Callable[[Facts], str | None]) -> bool:
+        return _is_direct(call) or (
+            call.kind == "decode"
+            and len(call.reads.tables) == 1
+            and 0 < new.loc.numel() <= casts.most_joint_writes(new.buffer.device)
+            and joint_refusal(call.facts) is None
+        )
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        slots, width = rows.shape[0], rows.shape[-1]
+        slots, width = rows.size(0), rows.size(-1)
         out = call.scratch.rows(rows.device, call.lane, slots, width, dtype, lasts=call.lasts)
-        for active in call.reads.tables:
-            if not call.lasts:
-                clear_unread(out, active)
+        if _is_direct(call):
+            clear_unread(out, call.reads.tables, is_clear=call.settle(out))
+            for source in call.reads.tables:
+                casts.shadow(rows, out, source)
+            return out
+        if not call.lasts:
+            clear_unread(out, call.reads.tables)
         its = self._passes.of(call)
         # The first pass of all learns at its second layer that there are several.
         begins = 1 if its.layers_before > 1 else 2
@@ -64,6 +68,15 @@ class Shadow:
         for source in call.reads.tables:
             casts.shadow(rows, out, source)
         return out
+
+
+def _is_direct(call: Call) -> bool:
+    """Are the tables cast as they are, without a list?
+
+    Where graphs are off, the list, some bytes a slot, would be more memory than stock has. Where requests
+    share so much that they name more slots than the pool has, it is worth that.
+    """
+    return not call.lasts and call.tokens is not None and call.tokens <= call.facts.slots
 
 
 def _same(written: torch.Tensor | None, pending: NewRows | None) -> bool:
