@@ -156,9 +156,9 @@ def _plan(found: dict[str, Any]) -> str:
         "plugin": "a server started here takes",
         "kvlab serve": "a server started with `python -m kvlab serve` takes",
     }
-    does = (
-        f"{start[plan['by']]} {plan['strategy']}" if plan["by"] else "a server started here stays unpatched"
-    )
+    does = "a server started here stays unpatched"
+    if plan["strategy"] != "off":
+        does = f"{start[plan['by']]} {plan['strategy']}" if plan["by"] else "no server starts here"
     lines = [f"{release}: {does}{why}"]
     for site in found["sites"]:
         left = f" ({site['reason']})" if site["state"] == "left alone" else ""

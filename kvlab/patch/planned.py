@@ -5,23 +5,31 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kvlab.patch import policy
-from kvlab.patch.sites import Installed
+from kvlab.patch.sites import LEFT_ALONE, Installed
 
 _GROUP, _NAME = "sglang.srt.plugins", "kvlab"
 
 
 def planned(installed: Installed) -> dict[str, Any]:
     """`{strategy, by, reason}`: `by` is "plugin" where SGLang loads the patch by itself, "kvlab serve" where
-    only that launcher brings it in, None where the server stays unpatched (`strategy` "off").
+    only that launcher brings it in, None where the server stays unpatched (`strategy` "off") or, strict, does
+    not start.
 
     Raises BadInput for variables that no server would be started with.
     """
     asked = policy.parse(os.environ.get("KVLAB_PATCH"))
-    policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT"))
+    is_strict = policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT"))
     if asked == "off":
         return _unpatched("KVLAB_PATCH=off")
     if installed.root is None:
         return _unpatched("no SGLang is installed here")
+    left = [site for site in installed.sites if site.state == LEFT_ALONE]
+    if is_strict and left:
+        return {
+            "strategy": asked,
+            "by": None,
+            "reason": f"KVLAB_PATCH_STRICT, and {left[0].name} is left alone",
+        }
     if not installed.recognised:
         return _unpatched("no site of this SGLang is recognised")
     by_hand = {"strategy": asked, "by": "kvlab serve"}
