@@ -35,6 +35,23 @@ def shadow(rows: torch.Tensor, out: torch.Tensor, active: Any) -> torch.Tensor:
     return reference.shadow_cast(rows, out, active)
 
 
+def clear_tails(shadow: torch.Tensor, active: ActiveSlots) -> None:
+    """Zero what lies behind each request in its last page; `active` is paged, `shadow` a wide layer."""
+    if on_device(shadow.device):
+        kernels("clear").clear_tails(shadow, active)
+        return
+    size = active.page_size
+    if active.table.shape[1] == 0:
+        return
+    lengths = active.bounds.long().clamp(min=0, max=active.table.shape[1] * size)
+    last = (lengths - 1).clamp(min=0) // size
+    page = active.table.long().gather(1, last[:, None])
+    offset = torch.arange(size, device=shadow.device)
+    is_tail = (offset[None] >= (lengths - last * size)[:, None]) & (page >= 0) & (lengths > 0)[:, None]
+    slots = (page * size + offset[None])[is_tail]
+    shadow[slots[slots < shadow.shape[0]]] = 0
+
+
 def slot_list(tables: Sequence[ActiveSlots], slots: int, last: Any = None) -> Any:
     """The distinct slots of these tables, or None where no kernel can list them. `last`: a list to refill."""
     device = tables[0].device

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvlab.kernels.active import ActiveSlots
+from kvlab.patch import casts
 
 
 @dataclass
@@ -63,20 +64,8 @@ def clear_unread(shadow: torch.Tensor, tables: Sequence[ActiveSlots], *, is_clea
     if not is_clear:
         shadow[0].zero_()
     for active in tables:
-        if active.is_paged and active.page_size > 1 and active.table.shape[1]:
-            _clear_tails(shadow, active)
-
-
-def _clear_tails(shadow: torch.Tensor, active: ActiveSlots) -> None:
-    size = active.page_size
-    lengths = active.bounds.long().clamp(min=0, max=active.table.shape[1] * size)
-    last = (lengths - 1).clamp(min=0) // size
-    page = active.table.long().gather(1, last[:, None])
-    offset = torch.arange(size, device=shadow.device)
-    is_tail = (offset[None] >= (lengths - last * size)[:, None]) & (page >= 0) & (lengths > 0)[:, None]
-    # What is no tail goes to slot 0, which is clear already.
-    slots = torch.where(is_tail, page * size + offset[None], 0)
-    shadow.index_fill_(0, slots.clamp(max=shadow.shape[0] - 1).flatten(), 0)
+        if active.is_paged and active.page_size > 1:
+            casts.clear_tails(shadow, active)
 
 
 def is_capturing(device: torch.device) -> bool:

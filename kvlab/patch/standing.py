@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Basis:
-    """What a decision is read from. Pool and rows are not held: whoever frees them shall get their memory.
+    """What a decision is read from. `rows`, a layer of the pool, is not held: it is not ours.
 
     `broken`: how many strategies had failed by then. New metadata ends every decision (`metadata_ready`).
     """
 
-    pool: weakref.ref[Any]
     rows: weakref.ref[torch.Tensor]
     fp8: torch.dtype
     q_dtype: torch.dtype
@@ -69,8 +68,7 @@ def standing(
     if kept is not None:
         b = kept.basis
         if (
-            b.pool() is pool
-            and b.rows() is rows
+            b.rows() is rows
             and b.fp8 is pool.dtype
             and b.q_dtype is q.dtype
             and b.head_dim == layer.head_dim
@@ -82,7 +80,6 @@ def standing(
         ):
             return kept
     basis = Basis(
-        weakref.ref(pool),
         weakref.ref(rows),
         pool.dtype,
         q.dtype,

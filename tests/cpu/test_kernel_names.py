@@ -9,9 +9,10 @@ import kvlab
 from kvlab.trace.classes import classify
 
 SOURCES = Path(kvlab.__file__).parent
-LAUNCHED = re.compile(r"^ *(\w+)\[(?:grid|\()", re.MULTILINE)
+LAUNCHED = re.compile(r"^ *(\w+)\[(?:grid|\()|Direct\((\w+)\)", re.MULTILINE)
 CLASSES = {
     "kvlab_cast": "dtype cast",
+    "kvlab_clear_tails": "attention",
     "kvlab_kv_write": "KV write",
     "kvlab_mla_decode": "attention",
     "kvlab_mla_merge": "attention",
@@ -32,7 +33,7 @@ def launched(folder: str) -> set[str]:
     for path in (SOURCES / folder).glob("*.py"):
         text = path.read_text()
         if "import triton" in text:
-            found |= set(LAUNCHED.findall(text))
+            found |= {a or b for a, b in LAUNCHED.findall(text)}
     return found
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -260,14 +261,39 @@ def test_clearing_touches_slot_0_and_tails_of_last_pages_only(lengths, page_size
     order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(seed)) + 1
     table = order.view(len(lengths), pages).to(torch.int32)
     active = ActiveSlots.paged(table, torch.tensor(lengths, dtype=torch.int32), page_size)
-    shadow = torch.full(((pages * len(lengths) + 1) * page_size, 1, 2), torch.nan, dtype=torch.bfloat16)
-    clear_unread(shadow, [active])
-    cleared = set((~shadow[:, 0, 0].isnan()).nonzero().flatten().tolist())
+    shape = ((pages * len(lengths) + 1) * page_size, 1, 2)
     tails = {0}
     for row, n in zip(table.tolist(), lengths, strict=True):
         last = -(-n // page_size) * page_size
         tails |= {row[p // page_size] * page_size + p % page_size for p in range(n, last)}
-    assert cleared == tails
+    assert cleared(shape, active) == tails
+
+
+def cleared(shape, active):
+    """The rows of a wide layer that `clear_unread` zeroes: torch's and the kernel's are the same."""
+    found = []
+    for interpret in (False, True):
+        shadow = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+        with mock.patch.object(casts, "INTERPRET", interpret):
+            clear_unread(shadow, [active])
+        found.append(set((shadow == 0).all(2).all(1).nonzero().flatten().tolist()))
+        assert int((~shadow.isnan()).sum()) == len(found[-1]) * shape[2]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_page_that_is_none_has_no_tail():
+    """-1, past the pool, past the table's width, negative and no length; a table without a page."""
+
+    def paged(table, lengths):
+        ints = (torch.tensor(v, dtype=torch.int32) for v in (table, lengths))
+        return ActiveSlots.paged(*ints, 4)
+
+    table = [[-1, 2], [9, 1], [1, -1], [2, 1], [1, 2], [2, 2]]
+    assert cleared((12, 1, 2), paged(table, [1, 2, 3, 99, -5, 0])) == {0, 7}
+    assert cleared((12, 1, 2), ActiveSlots(torch.zeros(2, 0, dtype=torch.int32), torch.ones(2), 4, True)) == {
+        0
+    }
 
 
 # The seam.

@@ -219,7 +219,7 @@ def kept(launches):
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_a_direct_launch_writes_what_triton_s_does(tokens, fp8, dtype):
     """KV write, with and without its clearing; cast of tables, of pages and of a list; write and cast."""
-    from kvlab.kernels import cast, kv_write, write_cast
+    from kvlab.kernels import cast, clear, kv_write, write_cast
     from kvlab.kernels.active import ActiveSlots
 
     assert direct.is_known()
@@ -250,7 +250,10 @@ def test_a_direct_launch_writes_what_triton_s_does(tokens, fp8, dtype):
 
         return run
 
-    runs = [write, plain, cast_of(ragged), cast_of(paged), cast_of(listed)]
+    def tails(buffer, out):
+        clear.clear_tails(out, paged)
+
+    runs = [write, plain, cast_of(ragged), cast_of(paged), cast_of(listed), tails]
     if tokens <= write_cast.MAX_WRITES:
         write_cast.without(listed.slots, listed.count, loc)
         runs += [joint(False), joint(True)]
@@ -259,10 +262,11 @@ def test_a_direct_launch_writes_what_triton_s_does(tokens, fp8, dtype):
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1].view(torch.int16), other[1].view(torch.int16))
     # Each kind was kept: what is compared above is not Triton's launch twice.
-    before = kept((kv_write._launch, cast._cast, write_cast._launch))
+    launches = (kv_write._launch, cast._cast, clear._launch, write_cast._launch)
+    before = kept(launches)
     for run in runs:
         launched_twice(run, pool, wide)
-    assert kept((kv_write._launch, cast._cast, write_cast._launch)) == before >= len(runs)
+    assert kept(launches) == before >= len(runs)
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])

@@ -135,6 +135,24 @@ def test_a_kv_write_that_raises_or_is_wrong(its, monkeypatch, caplog):
     assert "bytes differ from the stock write" in lines(caplog)[0]
 
 
+def test_what_fails_for_one_cause_is_said_in_one_line(monkeypatch, caplog):
+    """As where Triton cannot compile: each kernel's complaint is its own, the line speaks for all of them."""
+    for owner, name in ((casts, "shadow"), (casts, "slot_map"), (write, "quantise")):
+        monkeypatch.setattr(owner, name, raising(RuntimeError(f"ptxas fatal, kernel {name}")))
+    with patch.applied("exact"):
+        World("flashinfer_mla", slots=8192)
+    assert lines(caplog) == [
+        "kvlab: self-check of shadow, gather, the one-launch KV write failed on cpu: "
+        "RuntimeError: ptxas fatal, kernel shadow; not used"
+    ]
+    caplog.clear()
+    # Two causes, two lines.
+    monkeypatch.setattr(casts, "slot_map", raising(MemoryError("x")))
+    with patch.applied("exact"):
+        World("flashinfer_mla", slots=8192)
+    assert len(lines(caplog)) == 2
+
+
 def originals():
     return [vars(c)[m] for c in CLASSES for m in ("__init__", "forward_decode", "forward_extend")]
 
