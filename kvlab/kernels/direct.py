@@ -90,4 +90,4 @@ def current_stream(device: int) -> int:
     try:
         return torch._C._cuda_getCurrentRawStream(device)
     except AttributeError:
-        return torch.cuda.currentcurrent_stream(device).cuda_stream
+        return torch.cuda.current_stream(device).cuda_stream

@@ -1,5 +1,7 @@
 """A compiled kernel is launched again without Triton's binder where its variant is certainly the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kernel_inputs import bits, random_pool, stock_bits
@@ -101,6 +103,14 @@ def test_the_installed_triton_is_known_and_another_would_not_be(monkeypatch):
     direct.is_known.cache_clear()
     assert not direct.is_known()
     direct.is_known.cache_clear()
+
+
+def test_the_stream_s_handle_also_where_torch_has_no_short_way_to_it(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5 + device, raising=False)
+    assert direct.current_stream(1) == 6
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=9 + device))
+    assert direct.current_stream(1) == 10
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

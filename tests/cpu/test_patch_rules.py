@@ -133,14 +133,16 @@ def test_the_write_check_sees_one_wrong_code_of_an_overflow(monkeypatch):
 
     right = write.quantise
 
-    def other_overflow(buffer, loc, nope, rope, fp8):
-        right(buffer, loc, nope, rope, fp8)
+    def other_overflow(buffer, loc, nope, rope, fp8, clear):
+        right(buffer, loc, nope, rope, fp8, clear)
         # What another torch writes past the range: NaN where this one saturates, or the reverse.
         is_over = buffer[:, 0, : nope.shape[1]][nope.float().abs() > 500]
         buffer[:, 0, : nope.shape[1]][nope.float().abs() > 500] = is_over ^ 1
 
     monkeypatch.setattr(write, "quantise", other_overflow)
     assert "bytes differ" in selfcheck.check_write(SMALL)
+    monkeypatch.setattr(write, "quantise", lambda *a: right(*a[:5]))
+    assert selfcheck.check_write(SMALL) == "slot 0 was not zeroed along"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
