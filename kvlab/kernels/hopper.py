@@ -450,15 +450,16 @@ class Launch:
     def again(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor | None, rows: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """On the current device's current stream. The caller vouches for the layouts; workspace and tables
-        are those of the call before.
-        """
+        """The caller vouches for the layouts; workspace and tables are those of the call before."""
         p = self._params
         p.q_nope = q_nope.data_ptr()
         if q_pe is not None:
             p.q_pe = q_pe.data_ptr()
         p.rows, p.out = rows.data_ptr(), out.data_ptr()
-        self._kernel.launch(*self._cut, current_stream(self._device.index), p)
+        if torch.cuda.current_device() == self._device.index:
+            self._kernel.launch(*self._cut, current_stream(self._device.index), p)
+        else:
+            self()
 
 
 _grids: dict[tuple[Variant, int, int], int] = {}

@@ -101,6 +101,9 @@ class Runtime:
             failed, self._failed = self._failed, None
             for why, names in failed.items():
                 self._say_failed(names, rows.device, why)
+        if rows.device.type == "cuda":
+            # What the checks took is given back: a server's peak is to be stock's at most.
+            torch.cuda.empty_cache()
         self._announce(family, _kinds(backend), pool, rows)
 
     def _decide_all(

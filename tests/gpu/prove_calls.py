@@ -89,6 +89,7 @@ class Turn:
 
     def __init__(self, name: str, rank: Any) -> None:
         self.name, self.rank = name, rank
+        self.patch: dict[str, Any] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -100,6 +101,7 @@ class Turn:
 
     def take(self, point: Point) -> None:
         """One turn of a round."""
+        from kvlab import patch
         from kvlab.bench.sglang_rank import activate, patched_as
 
         activate(self.rank)
@@ -113,6 +115,9 @@ class Turn:
                     self.step(point, clock, is_counted=number >= SETTLE)
         finally:
             gc.enable()
+        said = patch.status()
+        # Anew at each turn: what served this one.
+        self.patch = {"strategy": said["strategy"], **said["counters"]}
 
     def begin(self, point: Point) -> None:
         if point.kind == "decode":
@@ -190,7 +195,7 @@ def told(point: Point, turns: list[Turn]) -> dict[str, Any]:
     its = {}
     for turn in turns:
         of = {"call_us": turn.calls, "host_ms": turn.hosts, "step_ms": turn.steps}
-        its[turn.name] = {k: [round(x, 3) for x in v] for k, v in of.items()}
+        its[turn.name] = {k: [round(x, 3) for x in v] for k, v in of.items()} | {"patch": turn.patch}
         shown = [f"{k} {statistics.median(v):.3f} ({sorted(v)[len(v) // 4]:.3f})" for k, v in of.items()]
         say(f"{point.name} {turn.name}: {', '.join(shown)}")
     return {"kind": point.kind, "batch": point.batch, "context": point.context, "of": its}
