@@ -413,3 +413,69 @@ def test_tuning_serves_every_head_count():
                 tune = tuning(capability, columns, batch)
                 assert tune.block_h >= min(columns, 32)
                 assert tune.method == ("bits" if capability == 80 else "cvt")
+
+
+class Again:
+    """A launch that was kept: notes what it is launched again with."""
+
+    def __init__(self):
+        self.of = []
+
+    def again(self, q_nope, q_pe, rows, out):
+        self.of.append(rows.data_ptr())
+
+
+def test_a_layer_is_launched_again_only_where_all_but_the_addresses_is_the_last_one_s(monkeypatch):
+    """Whatever else is another is checked and chosen anew; what Triton decodes has no launch to repeat."""
+    launches, kept_by = [], ["cuda"]
+
+    def mla_decode(q_nope, q_pe, rows, active, *, keep, **options):
+        launches.append(Again())
+        keep.extend(launches[-1:] if kept_by == ["cuda"] else [])
+        return torch.zeros_like(q_nope), None
+
+    monkeypatch.setattr(decode, "mla_decode", mla_decode)
+    table, bounds = torch.arange(8, dtype=torch.int32), torch.tensor([0, 4, 8], dtype=torch.int32)
+    q, rows = torch.zeros(2, 3, 4, 48).bfloat16(), torch.zeros(2, 9, 1, 48, dtype=torch.uint8)
+    wide = torch.zeros(9, 1, 64, dtype=torch.uint8)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    usual = {
+        "q_nope": q[0, :2, :, :32],
+        "q_pe": q[0, :2, :, 32:],
+        "rows": rows[0].view(e4m3),
+        "active": ActiveSlots(table, bounds),
+        "sm_scale": 1.0,
+        "logit_cap": 0.0,
+        "workspace": torch.zeros(64, dtype=torch.uint8),
+    }
+    layers = decode.Layers()
+    layers(**usual)
+    layers(**usual | {"q_nope": q[1, :2, :, :32], "rows": rows[1].view(e4m3)})
+    assert [len(launches), launches[0].of] == [1, [rows[1].data_ptr()]]
+    for other in (
+        {"q_nope": usual["q_nope"].contiguous()},
+        {"q_nope": q[0, :, :, :32], "q_pe": q[0, :, :, 32:]},
+        {"q_nope": usual["q_nope"].half(), "q_pe": usual["q_pe"].half()},
+        {"q_pe": usual["q_pe"].contiguous()},
+        {"rows": rows[0].view(e5m2)},
+        {"rows": rows[0, :8].view(e4m3)},
+        {"rows": wide[..., :48].view(e4m3)},
+        {"active": ActiveSlots(table, bounds)},
+        {"sm_scale": 2.0},
+        {"logit_cap": 3.0},
+        {"workspace": torch.zeros(64, dtype=torch.uint8)},
+    ):
+        before = len(launches)
+        layers(**usual | other)
+        assert len(launches) == before + 1, other
+        layers(**usual)
+        assert len(launches) == before + 2
+    before = len(launches)
+    layers(**usual | {"rows": torch.zeros(9 * 48 + 8, dtype=torch.uint8)[8:].view(9, 1, 48).view(e4m3)})
+    assert len(launches) == before + 1, "rows that do not start at 16 bytes"
+    kept_by.clear()
+    layers = decode.Layers()
+    before = len(launches)
+    for _ in range(3):
+        layers(**usual)
+    assert len(launches) == before + 3
