@@ -1,5 +1,6 @@
 """The cast kernels against the reference: through Triton's interpreter, or on a GPU where there is one."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -124,15 +125,20 @@ def test_nan_bytes_that_nobody_reads_stay_out_of_attention(page_size, device):
 def test_a_map_that_outgrows_its_rows_says_so_and_stays_inside(device):
     case = ragged_case([6, 6], num_slots=64, seed=1, device=device)
     distinct = case.active.distinct(64).numel()
-    workspace = map_workspace(case.active, 64, rows=4)
+    listed = torch.full((9,), -5, dtype=torch.int32, device=device)
+    workspace = dataclasses.replace(map_workspace(case.active, 64, rows=4), slots=listed[:4])
     found = slot_map(case.active, 64, workspace)
+    assert (listed[4:] == -5).all()
     assert found.overflow.item() == distinct > 4
     assert found.count.item() == 4
     rows = random_pool(64, WIDTH, torch.float8_e4m3fn, seed=1, device=device)
     compact = untouched(8, 1, WIDTH, dtype=torch.float16, device=device)
     gather_cast(rows, compact, found)
     assert (compact[4:].view(torch.int16) == UNTOUCHED).all()
-    assert found.new_indices[:12].amax() < 4
+    table = case.active.table[:12]
+    fits = torch.isin(table, found.slots)
+    assert torch.equal(found.slots[found.new_indices[:12][fits].long()], table[fits])
+    assert (found.new_indices[:12][~fits] == 0).all()
 
     case.active.bounds.fill_(0)
     slot_map(case.active, 64, workspace)
@@ -262,6 +268,16 @@ def test_more_rows_than_a_tile_a_program(tokens, page_size, device):
     check_shadow(rows, case, torch.bfloat16)
     check_shadow(rows, case, torch.bfloat16, listed=True)
     check_gather(rows, case, torch.bfloat16, steps=1)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_long_requests_among_short_and_idle_ones(page_size, device):
+    """A program's next tile is many requests on, the last ones are padding."""
+    lengths = [0, 0, 61, *[1, 0, 2] * 4, 130, 0, 3, 27, 90, 1, 1, 1, 0, 0]
+    case = paged_case(lengths, page_size, num_slots=400, seed=5, device=device)
+    rows = random_pool(400, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    check_shadow(rows, case, torch.bfloat16)
+    check_shadow(rows, case, torch.bfloat16, listed=True)
 
 
 @pytest.mark.parametrize("width", [1, 20, 65, 72])

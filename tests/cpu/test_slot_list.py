@@ -47,9 +47,10 @@ def test_every_named_slot_once_in_order(lengths, page_size, slots, seed, holes, 
     else:
         options["index_dtype"] = index_dtype
         drawn = [ragged_case(part, num_slots=slots, **options) for part in (lengths, lengths[:1])]
+    third = ragged_case([3], num_slots=slots, seed=seed + 1, device=device)
     found = list_for(slots, torch.device(device))
     check(found, drawn[0])
-    check(found, *drawn)
+    check(found, *drawn, third)
     check(found, drawn[1])
 
 
