@@ -126,16 +126,19 @@ class Attempt:
         if call.pending is not None and call.pending.buffer.data_ptr() != rows.data_ptr():
             # New rows may wait no longer where this cast is not of their buffer.
             self.flush()
+        wide = None
         try:
             wide = its.strategy.cast(call, rows, dtype)
         except Exception as e:
             self.flush()
             self._give_up(e)
-            self.served = "stock"
-            return rows.to(dtype)
         except TakeOver:
             self.served = self.strategy_name
             raise
+        if wide is None:
+            # Behind the handler: the error's traceback holds a wide layer, and two may not fit.
+            self.served = "stock"
+            return rows.to(dtype)
         if self._waits is not None:
             self._waits = None
             self._wrote("with the cast")

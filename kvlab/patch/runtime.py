@@ -188,18 +188,20 @@ class Runtime:
         attempt = Attempt(self, state, site, backend, layer, forward_batch, q, q_rope, graph, captures)
         view = PoolView(pool, attempt.cast, attempt.write, attempt.flush)
         try:
-            with seen_through(holder, view):
-                attempt.enter(pool)
-                return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-        except TakeOver as taken:
-            attempt.leave()
             try:
-                return taken.compute()
-            except Exception as e:
-                self.broke(attempt.strategy_name, e)
-                attempt.fell_back(f"{attempt.strategy_name} failed")
-                # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
-                return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+                with seen_through(holder, view):
+                    attempt.enter(pool)
+                    return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+            except TakeOver as taken:
+                attempt.leave()
+                try:
+                    return taken.compute()
+                except Exception as e:
+                    self.broke(attempt.strategy_name, e)
+                    attempt.fell_back(f"{attempt.strategy_name} failed")
+            # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
+            # Behind the handlers, whose tracebacks hold what the strategy had allocated.
+            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
         finally:
             attempt.end()
 

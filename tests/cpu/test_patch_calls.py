@@ -11,10 +11,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.checks import FP8_DTYPES
 from kvlab.kernels.reference import mla_attention
-from kvlab.patch import casts
+from kvlab.patch import casts, strategies
 from kvlab.patch.reads import ADAPTERS
 from kvlab.patch.runtime import Runtime, Step
 from kvlab.patch.sites import RECOGNISED, Site
@@ -75,6 +77,43 @@ def test_a_call_leaves_nothing_to_the_garbage_collector(strategy):
     finally:
         gc.enable()
     assert runtime.counters.as_dict()["calls"] == {"flashinfer_mla.decode": {strategy: 2}}
+
+
+class Watched(TorchDispatchMode):
+    """What of `held` is alive at each of stock's casts of a whole layer."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.seen = held, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].dtype in FP8_DTYPES:
+            self.seen.append([h() is not None for h in self.held])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strategy", ["shadow", "gather", "fused"])
+def test_what_a_failed_strategy_had_allocated_is_gone_when_stock_casts(strategy, monkeypatch):
+    """Two wide layers at once are memory that a full device has not: the request would be lost."""
+    held = []
+
+    def fails(*args, **kwargs):
+        memory = torch.empty(8)
+        held.append(weakref.ref(memory))
+        raise RuntimeError("no launch")
+
+    backend, runtime = Backend(), Runtime(strategy, is_strict=False, version=None)
+    q = torch.ones(1, HEADS, RANK + ROPE, dtype=torch.bfloat16)
+    call = functools.partial(
+        runtime.call, SITE, Backend.forward_decode, backend, q, None, None, LAYER, SimpleNamespace()
+    )
+    call()
+    owner, name = (strategies.fused, "attend") if strategy == "fused" else (casts, strategy)
+    monkeypatch.setattr(owner, name, fails)
+    with Watched(held) as watched:
+        call()
+    assert watched.seen[-1] == [False]
+    assert runtime.counters.fallbacks == {f"{strategy} failed": 1}
 
 
 def one(backend, runtime, *, layer=LAYER, kind="decode", dtype=torch.bfloat16, tokens=7):
