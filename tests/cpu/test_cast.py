@@ -228,6 +228,15 @@ def test_lengths_that_no_table_holds_stay_inside_it(lengths, page_size, device):
     check_gather(rows, Case(active, 16), torch.bfloat16)
 
 
+def test_a_negative_length_names_nothing(device):
+    for active in (
+        ActiveSlots.paged(i32([[3, 4, 5], [1, 2, 0]], device), i32([-9, 3], device), 2),
+        ActiveSlots.ragged(i32([3, 4, 5], device), i32([1, -1, 1], device)),
+    ):
+        assert [e.tolist() for e in active.entries()] == ([[], [1, 2]] if active.is_paged else [[], []])
+        assert [e.tolist() for e in active.slots()] == ([[], [2, 3, 4]] if active.is_paged else [[], []])
+
+
 @pytest.mark.parametrize("stride", [0, 1, 3, 9])
 def test_a_page_table_may_have_any_row_stride(stride, device):
     """One row for all requests (`expand`, radix-shared prefixes), rows that overlap, rows far apart."""
