@@ -472,10 +472,10 @@ def _launch(
         limit = table.shape[1] * page_size if paged else table.numel()
         if paged and not batch:
             return
-    device, width = source.device, source.size(-1)
+    device, width = source.device, source.shape[-1]
     cut = cut or tuning(device, tables=batch if paged else 0, page_size=page_size)
     batches = _batch(batch) if paged else 0
-    strides = source.stride(0), target.stride(0)
+    strides = source.stride()[0], target.stride()[0]
 
     def constants() -> dict[str, Any]:
         unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
@@ -507,7 +507,7 @@ def _launch(
             bounds,
             table if filled is None else filled,
         ),
-        (*strides, table.stride(0) if paged else 0, source.size(0), batch, limit),
+        (*strides, table.stride(0) if paged else 0, source.shape[0], batch, limit),
         constants,
     )
 

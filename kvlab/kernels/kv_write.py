@@ -173,8 +173,8 @@ def write(
     device, byte for byte. `clear`: a wide layer [slots, 1, rank + rope], whose slot 0 becomes zero.
     """
     device, dtype = buffer.device, nope.dtype
-    rank, width = nope.size(-1), rope.size(-1)
-    strides = buffer.stride(0), nope.stride(0), rope.stride(0)
+    rank, width = nope.shape[-1], rope.shape[-1]
+    strides = buffer.stride()[0], nope.stride()[0], rope.stride()[0]
     wide_dtype = None if clear is None else clear.dtype
 
     def constants() -> dict[str, Any]:

@@ -269,7 +269,7 @@ def write_cast(
     source, target = buffer.view(buffer.shape[0], -1), shadow.view(shadow.shape[0], -1)
     cut = cut or tuning(device)
     early = early and starts_early(device)
-    rank, rope_width = nope.size(-1), rope.size(-1)
+    rank, rope_width = nope.shape[-1], rope.shape[-1]
     strides = source.stride(0), target.stride(0), nope.stride(0), rope.stride(0)
 
     def constants() -> dict[str, Any]:

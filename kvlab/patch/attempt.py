@@ -107,7 +107,8 @@ class Attempt:
     def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What SGLang's method gets for `rows.to(dtype)`."""
         its, call = self.standing, self.call
-        self.slots, self.row_bytes = rows.size(0), rows.size(-1)
+        shape = rows.shape
+        self.slots, self.row_bytes = shape[0], shape[-1]
         if its is not None and its.unserved:
             self.fell_back(its.unserved)
         if rows.dtype not in FP8_DTYPES:
@@ -218,13 +219,9 @@ class Attempt:
         """
         self.leave()
         if self.served is not None:
+            tokens = self.call.tokens if self.call is not None else _tokens(self.forward_batch)
             self.runtime.counters.call(
-                self.site.name,
-                self.served,
-                slots=self.slots,
-                row_bytes=self.row_bytes,
-                tokens=_tokens(self.forward_batch),
-                graph=self.graph,
+                self.site.name, self.served, self.slots, self.row_bytes, tokens, self.graph
             )
         if self.call is not None:
             self.call.settle = nothing_waits

@@ -40,7 +40,7 @@ class Counters:
         self._captured: dict[Any, Pass] = {}
 
     def call(
-        self, site: str, strategy: str, *, slots: int, row_bytes: int, tokens: int | None, graph: Any = None
+        self, site: str, strategy: str, slots: int, row_bytes: int, tokens: int | None, graph: Any = None
     ) -> None:
         """One call. `graph`: the key of the pass being captured, None when the call really runs."""
         if graph is None:

@@ -59,9 +59,6 @@ class DeferredCast:
         return func(*raw(args), **{k: raw(v) for k, v in (kwargs or {}).items()})
 
 
-_set = object.__setattr__
-
-
 class PoolView:
     """A pool during one call: `isinstance` and every attribute are the real pool's."""
 
@@ -74,10 +71,11 @@ class PoolView:
         write: Callable[..., None],
         settle: Callable[[], Any] = lambda: None,
     ) -> None:
-        _set(self, "_pool", pool)
-        _set(self, "_cast", cast)
-        _set(self, "_write", write)
-        _set(self, "_settle", settle)
+        # Past `__setattr__`, which is the pool's.
+        _pool(self, pool)
+        _cast(self, cast)
+        _write(self, write)
+        _settle(self, settle)
 
     @property
     def __class__(self) -> type:
@@ -99,6 +97,11 @@ class PoolView:
     def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
         self._settle()
         self._write(self._pool, *args, **kwargs)
+
+
+_pool, _cast, _write, _settle = (
+    vars(PoolView)[name].__set__ for name in ("_pool", "_cast", "_write", "_settle")
+)
 
 
 def is_view(pool: Any) -> bool:

@@ -68,24 +68,23 @@ def new_rows(
         return None
     buffer = pool.kv_buffer[layer.layer_id - pool.start_layer]
     nope, rope = _rows(nope), _rows(rope)
-    tokens = loc.numel()
+    tokens, room, n, r = loc.numel(), buffer.shape, nope.shape, rope.shape
     is_plain = (
-        buffer.dim() == 3
-        and buffer.size(1) == 1
-        and buffer.size(2) == nope.size(-1) + rope.size(-1)
-        and buffer.stride(2) == 1
-        and nope.stride(-1) == 1
-        and rope.stride(-1) == 1
+        len(room) == 3
+        and room[1] == 1
+        and room[2] == n[-1] + r[-1]
+        and buffer.stride()[-1] == nope.stride()[-1] == rope.stride()[-1] == 1
         and loc.is_contiguous()
-        and nope.size(0) >= tokens
-        and rope.size(0) >= tokens
+        and n[0] >= tokens
+        and r[0] >= tokens
     )
     return NewRows(buffer, loc, nope, rope, pool.dtype) if is_plain else None
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """A row a token: [tokens, 1, width] as it is, anything else as [tokens, width]."""
-    return t if t.dim() == 3 and t.size(1) == 1 else t.reshape(-1, t.shape[-1])
+    shape = t.shape
+    return t if len(shape) == 3 and shape[1] == 1 else t.reshape(-1, shape[-1])
 
 
 def quantise(

@@ -17,9 +17,10 @@ from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import FP8_DTYPES
 from kvlab.kernels.reference import mla_attention
 from kvlab.patch import casts, strategies
-from kvlab.patch.reads import ADAPTERS
+from kvlab.patch.reads import ADAPTERS, Reads
 from kvlab.patch.runtime import Runtime, Step
 from kvlab.patch.sites import RECOGNISED, Site
+from kvlab.patch.standing import standing
 from kvlab.pool import LatentPool
 
 RANK, ROPE, HEADS = 32, 16, 2
@@ -193,6 +194,22 @@ def test_a_decision_stands_until_something_that_it_was_read_from_is_another(chan
     assert one(backend, runtime, **changed) is not first
 
 
+def test_pages_of_another_size_are_another_decision():
+    backend, runtime = Backend(), Runtime("shadow", is_strict=False, version=None)
+    backend.page_size = 16
+    state, q = runtime._state("fa3", backend), torch.zeros(1, HEADS, RANK + ROPE, dtype=torch.bfloat16)
+
+    def decided():
+        site = replace(SITE, family="fa3")
+        return standing(runtime, state, site, backend, LAYER, q, backend.token_to_kv_pool)
+
+    first = decided()
+    assert decided() is first
+    assert first.facts.page_size == 16
+    backend.page_size = 32
+    assert decided().facts.page_size == 32
+
+
 def test_two_backends_of_one_pool_decide_each_for_itself():
     here, there = Backend(), Backend()
     there.token_to_kv_pool = filled(here.token_to_kv_pool)
@@ -229,6 +246,8 @@ def test_flashinfer_s_tables_are_the_last_call_s_only_where_the_tensors_are(whic
     )
     last = reads()
     assert reads(last) is last
+    nobody_s = Reads(last.tables)
+    assert reads(nobody_s) is not nobody_s
     owner = backend if which == "kv_indptr" else its
     # Equal, and somewhere else: what the kernel will read is the other one.
     setattr(owner, which, getattr(owner, which).clone())

@@ -37,7 +37,7 @@ class Shadow(Plain):
         )
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        slots, width = rows.size(0), rows.size(-1)
+        slots, width = rows.shape[0], rows.shape[-1]
         out = call.scratch.rows(rows.device, call.lane, slots, width, dtype, lasts=call.lasts)
         if _is_direct(call):
             clear_unread(out, call.reads.tables, is_clear=call.settle(out))
