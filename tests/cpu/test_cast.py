@@ -237,6 +237,12 @@ def test_a_negative_length_names_nothing(device):
         assert [e.tolist() for e in active.slots()] == ([[], [2, 3, 4]] if active.is_paged else [[], []])
 
 
+def test_a_negative_entry_is_slot_minus_one(device):
+    assert ActiveSlots.ragged(i32([3, -7, 5], device), i32([0, 3], device)).slots()[0].tolist() == [3, -1, 5]
+    paged = ActiveSlots.paged(i32([[2, -4]], device), i32([4], device), 2)
+    assert paged.slots()[0].tolist() == [4, 5, -1, -1]
+
+
 @pytest.mark.parametrize("stride", [0, 1, 3, 9])
 def test_a_page_table_may_have_any_row_stride(stride, device):
     """One row for all requests (`expand`, radix-shared prefixes), rows that overlap, rows far apart."""
