@@ -295,6 +295,14 @@ def test_long_requests_among_short_and_idle_ones(page_size, device):
     check_shadow(rows, case, torch.bfloat16, listed=True)
 
 
+def test_stale_lengths_on_the_long_way_stay_inside_the_table(device):
+    draw = torch.Generator().manual_seed(6)
+    pages = torch.randint(0, 140, (6, 40), generator=draw, dtype=torch.int32).to(device)
+    active = ActiveSlots.paged(pages, i32([-7, 119, 2**31 - 1, -(2**31), 300, 9], device), 3)
+    rows = random_pool(400, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    check_shadow(rows, Case(active, 400), torch.bfloat16)
+
+
 @pytest.mark.parametrize("width", [1, 20, 65, 72])
 def test_rows_of_any_width(width, device):
     case = ragged_case([30, 9], num_slots=50, seed=5, device=device)
