@@ -241,6 +241,7 @@ def test_a_negative_entry_is_slot_minus_one(device):
     assert ActiveSlots.ragged(i32([3, -7, 5], device), i32([0, 3], device)).slots()[0].tolist() == [3, -1, 5]
     paged = ActiveSlots.paged(i32([[2, -4]], device), i32([4], device), 2)
     assert paged.slots()[0].tolist() == [4, 5, -1, -1]
+    assert paged.capacity == 4
 
 
 @pytest.mark.parametrize("stride", [0, 1, 3, 9])
@@ -381,6 +382,10 @@ def test_wrong_tables_and_maps_are_named(device):
         ActiveSlots.ragged(torch.zeros(3, device=device), torch.zeros(2, **i32))
     with pytest.raises(BadInput, match=r"kv_indptr: wrong dtype; expected int32 \[bs \+ 1\]"):
         ActiveSlots.ragged(torch.zeros(3, **i32), torch.zeros(2, device=device))
+    with pytest.raises(
+        BadInput, match=r"kv_indptr: expected int32 \[bs \+ 1\], .* at least one entry, got \[0\]"
+    ):
+        ActiveSlots.ragged(torch.zeros(3, **i32), torch.zeros(0, **i32))
     with pytest.raises(BadInput, match=r"lengths: wrong shape; expected int32 \[2\]"):
         ActiveSlots.paged(torch.zeros(2, 4, **i32), torch.zeros(3, **i32), 16)
     for wrong in (0, -1, True, 2.0, None):
