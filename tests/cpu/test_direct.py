@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernel_inputs import bits, random_pool, stock_bits
 
-from kvlab.kernels import direct, kv_write
+from kvlab.kernels import direct
 from kvlab.kernels.direct import Direct
+from kvlab.patch import casts
+from kvlab.patch.write import NewRows
 
 
 class Compiled:
@@ -113,9 +115,10 @@ def test_the_stream_s_handle_also_where_torch_has_no_short_way_to_it(monkeypatch
     assert direct.current_stream(1) == 10
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
 @pytest.mark.parametrize("middle", [False, True], ids=["[tokens, width]", "[tokens, 1, width]"])
-def test_a_write_also_clears_slot_0_of_a_wide_layer(device, tokens, middle):
+def test_a_write_also_clears_slot_0_of_a_wide_layer(device, tokens, middle, monkeypatch):
+    monkeypatch.setattr(casts, "INTERPRET", True)
     rows = random_pool(12, 48, torch.float8_e4m3fn, seed=1, device=device)
     new = torch.randn(tokens, 48).bfloat16().to(device)
     nope, rope = new[:, :32], new[:, 32:]
@@ -126,7 +129,7 @@ def test_a_write_also_clears_slot_0_of_a_wide_layer(device, tokens, middle):
     loc = torch.arange(2, 2 + tokens, device=device)
     want[loc] = new.to(torch.float8_e4m3fn).view(torch.uint8).unsqueeze(1)
     wide = torch.full((12, 1, 48), float("nan"), dtype=torch.bfloat16, device=device)
-    kv_write.write(buffer, loc, nope, rope, torch.float8_e4m3fn, wide)
+    NewRows(buffer, loc, nope, rope, torch.float8_e4m3fn).write(wide)
     assert torch.equal(buffer, want)
     assert not bits(wide)[0].any()
     assert wide[1:].isnan().all()

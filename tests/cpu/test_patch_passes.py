@@ -158,3 +158,34 @@ def test_only_a_layer_behind_the_one_that_made_the_list_reads_it_early(device, m
             assert torch.equal(bits(wide)[[3, 5, 9]], stock_bits(rows, torch.bfloat16)[[3, 5, 9]])
     # The very first pass learns at its second layer that there are several.
     assert early == [False, True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["written before", "with new rows"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_graphs_off_what_attention_may_load_and_mask_is_zero(waits, page_size, device, monkeypatch):
+    """Slot 0 and the tail of a last page; the memory that a call is given holds anything, NaN too."""
+
+    def anything(self, device, lane, rows, width, dtype, *, lasts):
+        return torch.full((rows, 1, width), float("nan"), dtype=dtype, device=device)
+
+    monkeypatch.setattr(Scratch, "rows", anything)
+    fp8 = torch.float8_e4m3fn
+    rows = random_pool(SLOTS, WIDTH, fp8, seed=1, device=device)
+    ints = {"dtype": torch.int32, "device": device}
+    lengths = torch.tensor([3], **ints)
+    active = tables([4, 5, 6], device)
+    if page_size > 1:
+        active = ActiveSlots.paged(torch.tensor([[1]], **ints), lengths, page_size)
+    its = call(Backend(), 0, active, lasts=False, tokens=3, facts=SimpleNamespace(slots=SLOTS))
+    its.settle = lambda clear: False
+    if waits:
+        new = torch.ones(1, WIDTH, dtype=torch.bfloat16, device=device)
+        loc = torch.tensor([5], device=device)
+        given = NewRows(rows.view(torch.uint8), loc, new[:, :24], new[:, 24:], fp8)
+        its.settle = lambda clear: given.write(clear) or True
+    wide = Shadow().cast(its, rows, torch.bfloat16)
+    assert torch.equal(bits(wide)[4:7], stock_bits(rows, torch.bfloat16)[4:7])
+    zeroed = [0, 7] if page_size > 1 else [0]
+    assert not bits(wide)[zeroed].any()
+    others = [s for s in range(SLOTS) if s not in (*zeroed, 4, 5, 6)]
+    assert wide[others].isnan().all()
