@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,22 @@ def main() -> int:
 
 def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+class Kept:
+    """In place of torch's class of graphs: makes such as keep what they captured. Others annotate with it."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def __call__(self) -> Any:
+        return self.whole(keep_graph=True)
+
+    def __or__(self, other: Any) -> Any:
+        return self.whole | other
+
+    def __instancecheck__(self, one: Any) -> bool:
+        return isinstance(one, self.whole)
 
 
 class Exec:
@@ -156,7 +171,7 @@ class Story:
 
     def watch(self) -> None:
         """From now on the clocks are asked for."""
-        fields = "timestamp,clocks.sm,clocks.mem,clocks.gr,pstate,power.draw,temperature.gpu"
+        fields = "timestamp,clocks.sm,clocks.mem,clocks.video,pstate,power.draw,temperature.gpu"
         asked = [*("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-lms", "400"), *_device()]
         with contextlib.suppress(OSError):
             self.smi = subprocess.Popen(asked, stdout=self.log, stderr=subprocess.DEVNULL)
@@ -170,14 +185,17 @@ class Story:
         self.write()
 
     def series(self, what: str, seconds: float = SERIES) -> None:
-        """The first graph without a break: does its pace change while nothing else does?"""
-        name, graph = next(iter(self.graphs.items()))
+        """All graphs by turns without a break: does their pace change while nothing else does?"""
         at = round(time.time() - self.began, 2)
-        times: list[float] = []
+        times: dict[str, list[float]] = {name: [] for name in self.graphs}
+        moments: list[float] = []
         while time.time() - self.began < at + seconds:
-            times += pace(graph, 4)
-        self.told.append({"condition": what, "graph": name, "at": at, "seconds": seconds, "ms": times})
-        say(f"{what}, {name}: {min(times):.3f} to {max(times):.3f} ms, median {statistics.median(times):.3f}")
+            moments.append(round(time.time() - self.began, 2))
+            for name, graph in self.graphs.items():
+                times[name] += pace(graph, 1)
+        self.told.append({"condition": what, "at": at, "moments": moments, "series": times})
+        for name, its in times.items():
+            say(f"{what}, {name}: {min(its):.3f} to {max(its):.3f} ms, median {statistics.median(its):.3f}")
         self.write()
 
     def profile(self, what: str, graphs: dict[str, Any]) -> None:
@@ -342,17 +360,33 @@ def conditions(story: Story, others: Others, between: Callable[[], None], raw: d
     story.measure("after the profiler")
 
 
-def tiny(asked: argparse.Namespace) -> int:
-    others = Others(idle1=False, idle2=False, idle3=False, busy=True)
-    torch.cuda.init()
-    small = torch.ones(1, device="cuda")
-    row = torch.ones(6144, device="cuda")
-    wide = torch.ones(16 << 20, device="cuda")
-    side = torch.cuda.Stream()
+def meter() -> Any:
+    """A captured chain of kernels that do next to nothing: its time is that of what lies between them."""
+    small, row = torch.ones(1, device="cuda"), torch.ones(6144, device="cuda")
 
     def chain() -> None:
         for i in range(KERNELS):
             (small if i % 2 else row).add_(1)
+
+    return captured(chain)
+
+
+def captured(body: Callable[[], None]) -> Any:
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        body()
+    graph.instantiate()
+    return graph
+
+
+def tiny(asked: argparse.Namespace) -> int:
+    others = Others(idle1=False, idle2=False, idle3=False, busy=True)
+    torch.cuda.init()
+    small, row = torch.ones(1, device="cuda"), torch.ones(6144, device="cuda")
+    wide = torch.ones(16 << 20, device="cuda")
+    side = torch.cuda.Stream()
 
     def forked() -> None:
         for i in range(KERNELS):
@@ -370,15 +404,7 @@ def tiny(asked: argparse.Namespace) -> int:
         for i in range(KERNELS // 4):
             wide.add_(1) if i % 8 == 0 else (small if i % 2 else row).add_(1)
 
-    kept = {}
-    for body in (chain, forked, streaming):
-        body()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            body()
-        graph.instantiate()
-        kept[body.__name__] = graph
+    kept = {"chain": meter(), "forked": captured(forked), "streaming": captured(streaming)}
 
     def between() -> None:
         for _ in range(300):
@@ -400,8 +426,9 @@ def of_rank(asked: argparse.Namespace) -> int:
     from kvlab.bench.sglang_rank import again, graph_of
 
     others = Others(idle1=False, idle2=False, idle3=False, busy=True)
+    chain = meter()
     # SGLang's own capture, whose graphs can be instantiated again.
-    torch.cuda.CUDAGraph = partial(torch.cuda.CUDAGraph, keep_graph=True)
+    torch.cuda.CUDAGraph = Kept(torch.cuda.CUDAGraph)
     known = {"burn": 0, "backend": "flashinfer", "page_size": 1, "pool": 132_608}
     served_as = {**vars(asked), **known, "strategy": asked.turns[0]}
     rank = loaded(argparse.Namespace(**served_as), graphs=True, batches=(1,))
@@ -418,18 +445,20 @@ def of_rank(asked: argparse.Namespace) -> int:
 
         between()
         graph = graph_of(rank)
-        story.graphs = {f"{strategy}, turn {turn + 1}": graph}
+        name = f"{strategy}, turn {turn + 1}"
+        story.graphs = {name: graph, "chain": chain}
         if turn == 0:
-            conditions(story, others, between, dict(story.graphs))
+            conditions(story, others, between, {name: graph})
             continue
         story.measure("calm")
+        story.series("without a break")
         for number in range(3):
             between()
             story.measure(f"after eager work {number + 1}", samples=3)
         made = []
         for number in range(4):
             made.append(Exec(graph))
-            story.measure(f"instantiated anew {number + 1}", {next(iter(story.graphs)): made[-1]}, 3)
+            story.measure(f"instantiated anew {number + 1}", {name: made[-1], "chain": chain}, 3)
         for one in made:
             one.destroy()
     story.end(layers=rank.runner.model_config.num_hidden_layers)
