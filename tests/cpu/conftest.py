@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-_HAS_GPU = Path("/dev/nvidiactl").exists()
+_HAS_GPU = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

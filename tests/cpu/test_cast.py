@@ -357,7 +357,11 @@ def a_call(device, **changed):
         ),
         ({"rows": torch.zeros(8, 1, 0).to(torch.float8_e5m2)}, r"rows: expected rows of 1 value or more"),
         (
-            {"shadow": torch.zeros(1, 1, 80, dtype=torch.float16).expand(8, 1, 80)},
+            {
+                "shadow": lambda device: torch.zeros(1, 1, 80, dtype=torch.float16, device=device).expand(
+                    8, 1, 80
+                )
+            },
             r"shadow: rows overlap in memory, their stride is 0; expected 80 or more",
         ),
         ({"active": torch.zeros(3)}, r"active: expected ActiveSlots or a SlotList, got torch.float32 \[3\]"),
@@ -369,7 +373,8 @@ def a_call(device, **changed):
 )
 def test_a_wrong_argument_is_named(changed, message, device):
     moved = {
-        k: v.to(device) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v
+        # A tensor that overlaps itself is whole where it is copied to.
+        k: v(device) if callable(v) else v.to(device) if v.device.type == "cpu" else v
         for k, v in changed.items()
     }
     with pytest.raises(BadInput, match=message):

@@ -20,7 +20,7 @@ def test_a_module_is_named_as_it_was_started(tmp_path):
     )
     root = str(Path(provenance.__file__).resolve().parents[1])
     command = [sys.executable, "-m", "pkg.job", "--out", "x"]
-    env = {**os.environ, "PYTHONPATH": root}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "python -m pkg.job --out x\n"
 
