@@ -25,12 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prove_pace import meter
 from prove_patch import loaded, say
 
 # Waited steps of a turn within a round: not counted, timed, and with their graph between two events; replays.
 SETTLE, EVENTS, REPLAYS = 2, 4, 4
-# Rounds after which every strategy starts its batch anew: contexts grow by a step each meanwhile.
-SESSION = 4
+# Rounds after which every strategy starts its batch anew. Contexts grow by a step each meanwhile: of 100 to
+# 128 tokens, the edge of the next tile of an attention kernel.
+SESSION = 2
 
 
 def main() -> int:
@@ -146,15 +148,16 @@ class Turn:
         self.times: list[float] = []
         self.hosts: list[float] = []
         self.graphs: list[float] = []
-        self.rounds: dict[str, list[float]] = {"step_ms": [], "host_ms": [], "graph_ms": [], "replay_ms": []}
+        told = ("step_ms", "host_ms", "graph_ms", "replay_ms", "meter_ms")
+        self.rounds: dict[str, list[float]] = {what: [] for what in told}
 
     def activate(self) -> None:
         from kvlab.bench.sglang_rank import activate
 
         activate(self.rank)
 
-    def take(self) -> None:
-        """One turn of a round."""
+    def take(self, meter: Any) -> None:
+        """One turn of a round. `meter`: a chain of kernels that tells the GPU's pace (prove_pace)."""
         from kvlab.bench import sglang_rank
 
         self.activate()
@@ -173,6 +176,7 @@ class Turn:
             self.rounds["graph_ms"].append(statistics.median(graphs))
             count = 1 if self.child.strategy == "stock" else REPLAYS
             self.rounds["replay_ms"].append(sglang_rank.replayed(graph, count))
+        self.rounds["meter_ms"].append(sglang_rank.replayed(meter, REPLAYS))
 
     def step(self, batch: int, context: int) -> Any:
         """The point's times, as a step of `kvlab bench step`."""
@@ -209,7 +213,7 @@ def in_pairs(asked: argparse.Namespace) -> int:
             turn.served = step_child.served()
             pairs.add(process_of(rank, strategy))
             turns.append(turn)
-        pairs.keep_to_cores()
+        pairs.settle_down()
         only_stock = all(t.child.strategy == "stock" for t in turns)
         for batch, context, rounds in points:
             pairs.measure(turns, batch, context, min(rounds, asked.stock_rounds) if only_stock else rounds)
@@ -243,6 +247,7 @@ class Pairs:
         self.processes: list[Any] = []
         self.rounds: list[dict[str, Any]] = []
         self.cpus: dict[str, Any] = {}
+        self.meter: Any = None
 
     @property
     def count(self) -> int:
@@ -251,8 +256,10 @@ class Pairs:
     def add(self, process: Any) -> None:
         self.processes.append(process)
 
-    def keep_to_cores(self) -> None:
+    def settle_down(self) -> None:
+        """Once everything is loaded: a meter of the GPU's pace, and cores of its own for this thread."""
         if not self.cpus:
+            self.meter = meter()
             self.cpus = keep_to(quiet_cores(self.asked.cores))
             say(f"on {self.cpus}")
 
@@ -274,7 +281,7 @@ class Pairs:
                     turn.activate()
                     turn.batch = turn.rank.start_at(batch, context)
             for turn in turns if number % 2 == 0 else reversed(turns):
-                turn.take()
+                turn.take(self.meter)
         switched = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw - switched
         self.runs += [turn.step(batch, context) for turn in turns]
         self.rounds.append(
