@@ -9,6 +9,7 @@ from kvlab import data
 
 FOLDER = data.recorded() / "h200-serve"
 SECOND = data.recorded() / "h200-serve-2"
+THIRD = data.recorded() / "h200-serve-3"
 
 
 def read(name):
@@ -26,7 +27,9 @@ def identical(found):
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*FOLDER.glob("*.json"), *SECOND.glob("*.json")]), ids=lambda p: p.name
+    "path",
+    sorted([*FOLDER.glob("*.json"), *SECOND.glob("*.json"), *THIRD.glob("*.json")]),
+    ids=lambda p: p.name,
 )
 def test_every_file_says_where_it_ran(path):
     text = path.read_text(encoding="utf-8")
@@ -165,6 +168,10 @@ def test_what_broke_is_left_to_stock():
     small = read("faults-first-run.json")["cases"]["strict_small_pool"]
     assert (small["rc"], small["left"]) == (1, 0)
     assert "KVLAB_PATCH_STRICT" in small["lines"][0]
+
+
+def third(name):
+    return json.loads((THIRD / name).read_text(encoding="utf-8"))
 
 
 def second(name):
@@ -327,15 +334,26 @@ def test_fast_without_nvrtc_says_so_in_a_line():
     assert sum("CUDA kernels for this chip do not compile" in line for line in found["lines"]) == 1
 
 
-def test_what_a_crowd_of_servers_shows_is_open_as_the_readme_says():
-    cases = second("faults.json")["cases"]
-    crowds = ("crowd", "crowd_again", "crowd_off", "crowd_off_again")
-    assert all(served(cases[name]) for name in crowds)
-    assert [cases[name]["against_off"]["same_tokens"] for name in crowds] == [12, 11, 12, 12]
-    assert cases["crowd"]["crowd"]["alone_as_off"] == 14
-    assert cases["crowd_off"]["crowd"]["alone_as_off"] == 13
-    text = (SECOND / "README.md").read_text(encoding="utf-8")
-    assert "Which of SGLang's other hand-overs it is was not found: **open**" in text
+def test_busy_servers_give_one_of_two_answers_and_only_unpatched_ones_a_third():
+    cases = third("busy.json")["cases"]
+    assert all(served(c) and c["crowd"]["complete"] == 15 for c in cases.values())
+    rounds = {name: c["rounds"] for name, c in cases.items()}
+    # The controls: quiet servers repeat themselves, and the two kinds answer most prompts otherwise.
+    for name in ("quiet", "quiet_in_turn"):
+        assert rounds[name]["prompts_that_repeat"] == rounds[name]["prompts"] == 15
+        assert rounds[name]["as_neither"] == 0
+    assert rounds["quiet"]["prompts_where_the_quiet_ones_part"] == 12
+    for name in ("busy", "busy_again"):
+        assert rounds[name]["as_neither"] == 0
+        assert rounds[name]["as_in_turn"] > 5
+        # At the first decode step, never later.
+        assert rounds[name]["part_at"] == {"1": rounds[name]["as_in_turn"]}
+    for name in ("busy_off", "busy_off_again"):
+        assert rounds[name]["as_neither"] > 5
+    for name in ("busy_in_turn", "busy_off_in_turn"):
+        assert rounds[name]["prompts_that_repeat"] == 15
+        assert identical(cases[name]["against_quiet_in_turn"])
+        assert rounds[name]["as_neither"] == 0
 
 
 def test_a_pool_without_room_for_a_wide_layer_is_served_all_the_same():
