@@ -330,7 +330,7 @@ def test_verify_before_and_after(server, sglang, tmp_path, run):
 
 
 def test_the_verdict_names_what_served(server, sglang, tmp_path, run):
-    url, _ = server
+    url, kind = server
     saved = tmp_path / "before.json"
     run(sglang, "patch", "verify", "--url", url, "--save", str(saved))
     (sglang / "run").mkdir()
@@ -339,6 +339,10 @@ def test_the_verdict_names_what_served(server, sglang, tmp_path, run):
     words = run(sglang, "patch", "verify", "--url", url, "--against", str(saved)).stdout
     assert " before (no patch seen), " in words
     assert words.endswith(" after (exact)\n")
+    kind.shift = 1
+    words = run(sglang, "patch", "verify", "--url", url, "--against", str(saved)).stdout
+    assert words.startswith("tokens differ, first at (2, 3) on 4 prompts; ")
+    assert "ask again with nothing else on its GPUs" in words
 
 
 def test_where_nothing_can_be_saved_nothing_is_asked(server, sglang, tmp_path, run, monkeypatch):
