@@ -626,7 +626,7 @@ def http(asked: argparse.Namespace) -> int:
                     )
                 live[name] = (process, f"http://127.0.0.1:{port}")
             for name, (process, url) in live.items():
-                found[name] = {"url": url, "ready": wait_ready(process, url, 170)}
+                found[name] = {"url": url, "ready": wait_ready(process, url, 280)}
                 print(name, found[name], flush=True)
         os.environ["KVLAB_RUN_DIR"] = str(run)
         before, as_json = str(out / "before.json"), "--json"
@@ -693,7 +693,7 @@ def loads(asked: argparse.Namespace) -> int:
         run = serve.measure(
             asked.folder.resolve(),
             asked.strategies.split(","),
-            serve.Asked([1, 16, 64], 512, 64, ready_seconds=200),
+            serve.Asked([1, 16, 64], 512, 64, ready_seconds=300),
             server_args=flags.split(),
             port=31_000 + 100 * int(os.environ.get("JOB_SLOT", "0")),
             together=asked.together,
