@@ -2,16 +2,19 @@
 
     python tests/gpu/prove_pace.py tiny OUT.json
     python tests/gpu/prove_pace.py rank OUT.json [--layers 78] [--turns control_bf16 exact]
+    python tests/gpu/prove_pace.py states OUT.json
 
 `tiny`: chains of some 1,500 kernels that do next to nothing; `rank`: the decode graphs of a rank of
 `prove_patch.py`. Each is replayed back to back while one thing at a time is changed: the graph is
 instantiated anew, others are alive, memory is taken and given back, copies run beside it, the CPUs spin,
 another process has a context on the GPU. Told is the time a replay, sample by sample, and the GPU's clocks.
+`states` takes the chain as a meter: what is followed by the one pace, what by the other?
 """
 
 import argparse
 import contextlib
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,7 @@ GIB = 1 << 30
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tiny", "rank"):
+    for name in ("tiny", "rank", "states"):
         one = commands.add_parser(name)
         one.add_argument("out", type=Path)
     rank = commands.choices["rank"]
@@ -48,7 +52,7 @@ def main() -> int:
     other.add_argument("folder", type=Path)
     other.add_argument("--busy", action="store_true")
     asked = parser.parse_args()
-    return {"tiny": tiny, "rank": of_rank, "other": be_other}[asked.command](asked)
+    return {"tiny": tiny, "rank": of_rank, "states": states, "other": be_other}[asked.command](asked)
 
 
 def say(line: str) -> None:
@@ -167,6 +171,7 @@ class Story:
         self.known = json.loads(msgspec.json.encode(provenance.collect(env=["KVLAB_PATCH"])))
         self.told: list[dict[str, Any]] = []
         self.smi: Any = None
+        self.held: Any = None
         self.log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 -- lives as long as the process
 
     def watch(self) -> None:
@@ -417,6 +422,109 @@ def tiny(asked: argparse.Namespace) -> int:
     story = Story(asked.out, kept)
     conditions(story, others, between, kept)
     story.end()
+    return 0
+
+
+class Meter:
+    """The chain, read again and again; every change of pace is told with what went before."""
+
+    # Milliseconds of a replay: between the two paces seen.
+    BETWEEN = 1.5
+
+    def __init__(self, story: Story) -> None:
+        self.story, self.chain = story, meter()
+        self.reads: list[tuple[float, float]] = []
+        self.now = self.read()
+
+    def read(self) -> str:
+        """`quick` or `slow`."""
+        ms = min(pace(self.chain, 2))
+        self.now = "quick" if ms < self.BETWEEN else "slow"
+        self.reads.append((round(time.time() - self.story.began, 2), round(ms, 3)))
+        return self.now
+
+    def load(self, seconds: float, until: str = "") -> float:
+        """Replay for so long, or until that pace; seconds of load that it took."""
+        began = time.time()
+        while time.time() - began < seconds and self.read() != until:
+            before = self.now
+            if self.read() != before:
+                self.tell("under load", before, time.time() - began)
+        return time.time() - began
+
+    def around(self, what: str, action: Callable[[], Any]) -> None:
+        """The pace before and behind something."""
+        before = self.read()
+        action()
+        torch.cuda.synchronize()
+        self.read()
+        self.tell(what, before)
+
+    def tell(self, what: str, before: str, seconds: float | None = None) -> None:
+        at = round(time.time() - self.story.began, 3)
+        self.story.told.append(
+            {"condition": what, "at": at, "before": before, "pace": self.now, "seconds": seconds}
+        )
+        after = "" if seconds is None else f" after {seconds:.2f} s"
+        say(f"{at:7.2f} {what}: {before} -> {self.now}{after}")
+
+
+def states(asked: argparse.Namespace) -> int:
+    """Each thing twice if there is time: idle moments, contexts of others, memory, modules, graphs."""
+    others = Others(**{f"idle{n}": False for n in range(8)})
+    torch.cuda.init()
+    story = Story(asked.out, {})
+    gauge = Meter(story)
+    story.watch()
+    say(f"first: {gauge.now}")
+    waiting = [f"idle{n}" for n in range(8)]
+
+    def a_context() -> None:
+        name = waiting.pop()
+        before = gauge.now
+        with others.there(name):
+            gauge.read()
+            gauge.tell("another context comes", before)
+            time.sleep(0.3)
+
+    def hold(gib: int) -> None:
+        story.held = torch.empty(gib * GIB, dtype=torch.uint8, device="cuda")
+
+    def give_back() -> None:
+        story.held = None
+        torch.cuda.empty_cache()
+
+    def module() -> None:
+        torch.linalg.qr(torch.randn(64, 64, device="cuda"))
+
+    def graphs() -> None:
+        made = [meter() for _ in range(4)]
+        for one in made:
+            one.replay()
+        torch.cuda.synchronize()
+
+    gauge.load(8, until="quick")
+    gauge.around("another context, come and gone", a_context)
+    for seconds in (0.1, 0.3, 1.0, 2.0, 4.0):
+        gauge.load(3, until="quick")
+        if gauge.now == "slow":
+            gauge.around("another context, come and gone", a_context)
+        gauge.around(f"idle for {seconds} s", partial(time.sleep, seconds))
+    things = {
+        "40 GiB taken": partial(hold, 40),
+        "given back": give_back,
+        "a module loaded": module,
+        "graphs captured and gone": graphs,
+        "nvidia-smi": partial(subprocess.run, ["nvidia-smi"], stdout=subprocess.DEVNULL),
+        "garbage collected": gc.collect,
+    }
+    for what, action in things.items():
+        if gauge.now == "slow" and waiting:
+            gauge.around("another context, come and gone", a_context)
+        gauge.around(what, action)
+        story.write()
+    gauge.load(6)
+    story.end(reads=gauge.reads)
     return 0
 
 
