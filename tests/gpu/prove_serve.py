@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
     "fa3": Case({}, FA3, "fa3_off"),
     "fa3_pages_off": Case(OFF, FA3_P64),
     "fa3_pages": Case({}, FA3_P64, "fa3_pages_off"),
-    "no_graphs": Case({}, {"disable_cuda_graph": True}),
+    "no_graphs": Case({}, {"disable_cuda_graph": True}, "no_graphs_off"),
     "no_graphs_off": Case(OFF, {"disable_cuda_graph": True}),
     # What two servers that have the GPU to themselves answer, and what others answer that share it.
     "quiet": Case(OFF, rounds=3),
