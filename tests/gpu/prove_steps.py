@@ -256,6 +256,11 @@ class Pairs:
     def add(self, process: Any) -> None:
         self.processes.append(process)
 
+    def stolen(self) -> float:
+        """Seconds that the host of this virtual machine took from the cores that we run on, so far."""
+        ticks = _ticks()
+        return sum(ticks[cpu][7] for cpu in self.cpus["runs_on"]) / os.sysconf("SC_CLK_TCK")
+
     def settle_down(self) -> None:
         """Once everything is loaded: a meter of the GPU's pace, and cores of its own for this thread."""
         if not self.cpus:
@@ -273,6 +278,7 @@ class Pairs:
                 return
         gc.collect()
         started, switched = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+        stolen = self.stolen()
         for number in range(rounds):
             if number % SESSION == 0:
                 # Prompts are nobody's turn: stock serves them, and no patch checks itself anew for one.
@@ -292,6 +298,7 @@ class Pairs:
                 "cuda_graphs": not self.asked.no_graphs,
                 "seconds": round(time.perf_counter() - started, 2),
                 "switched_out": switched,
+                "stolen_s": round(self.stolen() - stolen, 2),
                 "load": os.getloadavg()[0],
                 "of": {t.name: {k: [round(x, 4) for x in v] for k, v in t.rounds.items()} for t in turns},
             }
@@ -392,11 +399,16 @@ def _cpus(text: str) -> set[int]:
 
 def _busy() -> dict[int, int]:
     """Ticks that each logical CPU was not idle."""
+    return {cpu: sum(ticks) - ticks[3] - ticks[4] for cpu, ticks in _ticks().items()}
+
+
+def _ticks() -> dict[int, list[int]]:
+    """Each logical CPU's line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, …"""
     found = {}
     for line in Path("/proc/stat").read_text("utf-8").splitlines():
         name, *ticks = line.split()
         if name.startswith("cpu") and name != "cpu":
-            found[int(name[3:])] = sum(map(int, ticks)) - int(ticks[3]) - int(ticks[4])
+            found[int(name[3:])] = [int(t) for t in ticks]
     return found
 
 
