@@ -183,6 +183,7 @@ class Turn:
         from kvlab.bench.sglang_rank import summary
         from kvlab.bench.step_child import known_of, timed_step
 
+        self.activate()
         replays = self.rounds["replay_ms"]
         middle = statistics.median(replays) if replays else None
         found = summary(self.times, self.hosts, self.graphs, middle)
