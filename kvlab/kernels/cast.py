@@ -459,7 +459,31 @@ def _launch(
     compact: bool,
     cut: Tuning | None,
 ) -> None:
-    """`source` [slots, width] or [slots, 1, width], as `target`."""
+    arguments = _arguments(source, target, active, compact=compact, cut=cut)
+    if arguments is not None:
+        _cast(*arguments)
+
+
+def prepared(rows: torch.Tensor, shadow: torch.Tensor, active: ActiveSlots) -> tuple[Any, ...] | None:
+    """The launch of such a `shadow_cast` that was made before (`Direct.prepared`), or None."""
+    arguments = _arguments(rows, shadow, active, compact=False, cut=None)
+    if arguments is None:
+        return None
+    key, grid, _, numbers, _ = arguments
+    return _cast.prepared(key, grid, numbers)
+
+
+def _arguments(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    active: ActiveSlots | SlotMap | SlotList,
+    *,
+    compact: bool,
+    cut: Tuning | None,
+) -> tuple[Any, ...] | None:
+    """What `Direct` is called with; None where there is nothing to do. `source` [slots, width] or
+    [slots, 1, width], as `target`.
+    """
     filled, batch, paged, page_size = None, 0, False, 1
     if isinstance(active, SlotList):
         table, bounds, limit = active.slots, active.count, active.num_slots
@@ -471,7 +495,7 @@ def _launch(
         page_size = active.page_size
         limit = table.shape[1] * page_size if paged else table.numel()
         if paged and not batch:
-            return
+            return None
     device, width = source.device, source.shape[-1]
     cut = cut or tuning(device, tables=batch if paged else 0, page_size=page_size)
     batches = _batch(batch) if paged else 0
@@ -497,7 +521,7 @@ def _launch(
         }
 
     dtypes = source.dtype, target.dtype, table.dtype, bounds.dtype
-    _cast(
+    return (
         (device.index, cut, dtypes, strides, width, page_size, batches, filled is not None, compact),
         cut.grid * chip(device)[1],
         (

@@ -173,9 +173,8 @@ def write(
     device, byte for byte. `clear`: a wide layer [slots, 1, rank + rope], whose slot 0 becomes zero.
     """
     device, dtype = buffer.device, nope.dtype
+    key, grid, strides = _kind(buffer, loc, nope, rope, fp8, clear)
     rank, width = nope.shape[-1], rope.shape[-1]
-    strides = buffer.stride()[0], nope.stride()[0], rope.stride()[0]
-    wide_dtype = None if clear is None else clear.dtype
 
     def constants() -> dict[str, Any]:
         over, inf, nan, negative = edge_codes(fp8, dtype, device)
@@ -195,10 +194,32 @@ def write(
             **early_launch(early),
         }
 
-    _launch(
-        (device.index, fp8, dtype, loc.dtype, wide_dtype, rank, width, strides),
-        loc.numel() + (clear is not None),
-        (buffer, loc, nope, rope, nope if clear is None else clear),
-        strides,
-        constants,
-    )
+    _launch(key, grid, (buffer, loc, nope, rope, nope if clear is None else clear), strides, constants)
+
+
+def prepared(
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    fp8: torch.dtype,
+    clear: torch.Tensor | None = None,
+) -> tuple[Any, ...] | None:
+    """The launch of such a `write` that was made before (`Direct.prepared`), or None."""
+    return _launch.prepared(*_kind(buffer, loc, nope, rope, fp8, clear))
+
+
+def _kind(
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    fp8: torch.dtype,
+    clear: torch.Tensor | None,
+) -> tuple[tuple[Any, ...], int, tuple[int, ...]]:
+    """What tells kinds of launches apart, programs, and the kernel's numbers."""
+    strides = buffer.stride()[0], nope.stride()[0], rope.stride()[0]
+    wide_dtype = None if clear is None else clear.dtype
+    shapes = nope.shape[-1], rope.shape[-1]
+    key = (buffer.device.index, fp8, nope.dtype, loc.dtype, wide_dtype, shapes, strides)
+    return key, loc.numel() + (clear is not None), strides

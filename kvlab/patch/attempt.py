@@ -25,7 +25,8 @@ class Attempt:
 
     __slots__ = (
         *("runtime", "state", "site", "backend", "layer", "forward_batch", "q", "q_rope", "graph"),
-        *("is_capturing", "call", "strategy_name", "served", "slots", "row_bytes", "standing", "_waits"),
+        *("is_capturing", "call", "strategy_name", "served", "slots", "row_bytes", "tokens", "standing"),
+        "_waits",
     )
 
     def __init__(
@@ -48,61 +49,62 @@ class Attempt:
         self.strategy_name = "stock"
         self.served: str | None = None
         self.slots = self.row_bytes = 0
+        self.tokens: int | None = None
         self.standing: Standing | None = None
         # What stock would write in place of what waits for the cast: a pool and its arguments.
         self._waits: tuple[Any, ...] | None = None
 
     def enter(self, pool: Any) -> None:
         """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
+        site, backend, batch = self.site, self.backend, self.forward_batch
         try:
-            self._enter(pool)
+            its = standing(self.runtime, self.state, site, backend, self.layer, self.q, pool)
+            self.standing = its
+            if its.outside is not None:
+                self.fell_back(its.outside)
+                return
+            strategy = its.strategy
+            if strategy is None:
+                return
+            self.strategy_name = its.name
+            metadata = backend.forward_metadata
+            # Extend's ragged path reads no pool and has nothing planned: the cast is not asked for.
+            if metadata is None or (
+                site.kind == "extend" and site.family == "flashinfer_mla" and metadata.use_ragged
+            ):
+                return
+            adapter = ADAPTERS[site.family]
+            reads = adapter.reads(backend, site.kind, self.layer, batch, its.reads)
+            if isinstance(reads, Stock):
+                self.fell_back(reads.reason)
+                return
+            its.reads = reads
+            lasts = self.state.graphs or self.is_capturing
+            self.tokens = _tokens(batch)
+            self.call = Call(
+                site.name,
+                site.kind,
+                adapter,
+                backend,
+                self.layer,
+                batch,
+                self.q,
+                self.q_rope,
+                reads,
+                its.facts,
+                self.runtime.scratch,
+                its.lane,
+                lasts,
+                self.is_capturing,
+                self.state.generation,
+                not lasts and is_direct(self.tokens, its.facts.slots),
+                its.kept,
+                settle=self.flush,
+            )
+            if its.enters:
+                strategy.enter(self.call)
         except Exception as e:
             self._give_up(e)
-
-    def _enter(self, pool: Any) -> None:
-        site, backend = self.site, self.backend
-        its = standing(self.runtime, self.state, site, backend, self.layer, self.q, pool)
-        self.standing = its
-        if its.outside is not None:
-            self.fell_back(its.outside)
-            return
-        strategy = its.strategy
-        if strategy is None:
-            return
-        self.strategy_name = its.name
-        metadata = backend.forward_metadata
-        # Extend's ragged path reads no pool and has nothing planned: the cast is not asked for.
-        if metadata is None or (
-            site.kind == "extend" and site.family == "flashinfer_mla" and metadata.use_ragged
-        ):
-            return
-        adapter = ADAPTERS[site.family]
-        reads = adapter.reads(backend, site.kind, self.layer, self.forward_batch, its.reads)
-        if isinstance(reads, Stock):
-            self.fell_back(reads.reason)
-            return
-        its.reads = reads
-        self.call = Call(
-            site.name,
-            site.kind,
-            adapter,
-            backend,
-            self.layer,
-            self.forward_batch,
-            self.q,
-            self.q_rope,
-            reads,
-            its.facts,
-            self.runtime.scratch,
-            its.lane,
-            self.state.graphs or self.is_capturing,
-            self.is_capturing,
-            self.state.generation,
-            _tokens(self.forward_batch),
-            its.kept,
-            settle=self.flush,
-        )
-        strategy.enter(self.call)
 
     def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What SGLang's method gets for `rows.to(dtype)`."""
@@ -112,7 +114,7 @@ class Attempt:
         if its is not None and its.unserved:
             self.fell_back(its.unserved)
         if rows.dtype not in FP8_DTYPES:
-            self.flush()
+            self.leave()
             self.call = None
             self.served = None
             return rows.to(dtype)
@@ -142,12 +144,14 @@ class Attempt:
             return rows.to(dtype)
         if self._waits is not None:
             self._waits = None
-            self._wrote("with the cast")
+            self._wrote("one launch" if call.is_apart else "with the cast")
         self.served = self.strategy_name
         return wide
 
     def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
         """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
+        if self._waits is not None:
+            self.flush()
         runtime, its = self.runtime, self.standing
         if (
             not args
@@ -217,14 +221,15 @@ class Attempt:
         """After the call: put back, count, and let go. What holds itself until Python's collector comes by
         holds a step's tensors too.
         """
-        self.leave()
+        call = self.call
+        if self._waits is not None or (call is not None and call.undo):
+            self.leave()
         if self.served is not None:
-            tokens = self.call.tokens if self.call is not None else _tokens(self.forward_batch)
             self.runtime.counters.call(
-                self.site.name, self.served, self.slots, self.row_bytes, tokens, self.graph
+                self.site.name, self.served, self.slots, self.row_bytes, self.tokens, self.graph
             )
-        if self.call is not None:
-            self.call.settle = nothing_waits
+        if call is not None:
+            call.settle = nothing_waits
             self.call = None
 
     def fell_back(self, reason: str) -> None:
@@ -243,6 +248,15 @@ class Attempt:
     def _wrote(self, how: str) -> None:
         if self.graph is None:
             self.runtime.counters.writes[how] += 1
+
+
+def is_direct(tokens: int | None, slots: int) -> bool:
+    """Without graphs: are `tokens` cached tokens cast from the tables as they are, without a list of slots?
+
+    The list, some bytes a slot, would be more memory than stock has. Where requests share so much that they
+    name more slots than the pool has, it is worth that.
+    """
+    return tokens is not None and tokens <= slots
 
 
 def _tokens(forward_batch: Any) -> int | None:

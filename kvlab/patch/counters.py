@@ -45,8 +45,8 @@ class Counters:
         """One call. `graph`: the key of the pass being captured, None when the call really runs."""
         if graph is None:
             self.calls[site, strategy] += 1
-            if strategy != "stock" and tokens is not None:
-                self.bytes_avoided += avoided(slots, row_bytes, tokens)
+            if strategy != "stock" and tokens is not None and tokens < slots:
+                self.bytes_avoided += 3 * row_bytes * (slots - tokens)
             return
         kept = self._captured.setdefault(graph, Pass())
         kept.calls[site, strategy] += 1
@@ -69,8 +69,11 @@ class Counters:
         kept = self._captured.get(graph)
         if kept is None:
             return
-        self.calls.update(kept.calls)
-        self.fallbacks.update(kept.fallbacks)
+        # By hand: before every replay, and Counter.update asks for more than two counters take.
+        for call, n in kept.calls.items():
+            self.calls[call] += n
+        for reason, n in kept.fallbacks.items():
+            self.fallbacks[reason] += n
         if tokens is not None:
             self.bytes_avoided += kept.avoided_layers * avoided(kept.slots, kept.row_bytes, tokens)
 

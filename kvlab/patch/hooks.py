@@ -246,7 +246,8 @@ def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> No
         mine.set(module, "fast_mla_decode_plan", _refreshing(runtime, _in_turn(fast_plan)))
     updater = getattr(module, "FlashInferMLAIndicesUpdaterDecode", None)
     begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
-    if callable(begin):
+    # No policy takes it: only its own name does.
+    if callable(begin) and runtime.asked == "native":
         mine.set(updater, "call_begin_forward", _native_plan(runtime, begin))
 
 
@@ -269,7 +270,8 @@ def _in_turn(fast_plan: Callable[..., None]) -> Callable[..., None]:
         event = copied.get(wrapper)
         if event is None:
             event = copied[wrapper] = torch.cuda.Event()
-        else:
+        elif not event.query():
+            # Asked first: waiting lets go of Python's lock and takes it again, also where there is no need.
             event.synchronize()
         fast_plan(wrapper, *args, **kwargs)
         event.record()

@@ -78,14 +78,15 @@ class FlashInferMLA:
     ) -> Reads | Stock:
         if kind == "extend" and getattr(forward_batch, "attn_dcp_metadata", None) is not None:
             return Stock("decode context parallelism")
-        wrapper = self.wrapper(backend, kind)
+        metadata = backend.forward_metadata
+        wrapper = metadata.decode_wrapper if kind == "decode" else metadata.prefill_wrapper
         indices, indptr = wrapper._kv_indices_buf, wrapper._kv_indptr_buf
         if indices is None or indptr is None:
             return Stock("flashinfer's wrapper was not planned")
         static = backend.kv_indptr if kind == "decode" and wrapper._use_cuda_graph else None
         q_indptr = None if kind == "decode" else wrapper._qo_indptr_buf
         source = indices, indptr, static, q_indptr
-        if last is not None and _same(last.source, source):
+        if last is not None and len(last.source) == 4 and all(map(operator.is_, last.source, source)):
             return last
         if static is not None:
             indptr = static[: indptr.numel()]
@@ -141,7 +142,8 @@ class FlashAttention:
             tables.append(expand.page_table)
             lengths.append(expand.cache_seqlens_int32)
         source = *tables, *lengths, metadata.cu_seqlens_q, page_size
-        if last is not None and _same(last.source, source):
+        is_last = last is not None and len(last.source) == len(source)
+        if is_last and all(map(operator.is_, last.source, source)):
             return last
         if any(t is None for t in (*tables, *lengths)):
             return Stock("no page table in the metadata")
@@ -160,11 +162,6 @@ class FlashAttention:
 
     def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
         return Swap([(backend.forward_metadata, "page_table")], table)
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Are they the very same objects? Tensors are compared by nothing else."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _is_cascade(backend: Any, kind: str, forward_batch: Any) -> bool:

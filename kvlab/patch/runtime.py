@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from kvlab.patch.scratch import Scratch, is_capturing
 from kvlab.patch.seam import PoolView, is_view, seen_through
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Basis, Standing, a_layer
-from kvlab.patch.strategies import Strategy, TakeOver, all_strategies
+from kvlab.patch.strategies import Plain, Strategy, TakeOver, all_strategies
 
 log = logging.getLogger("kvlab.patch")
 
@@ -228,11 +228,13 @@ class Runtime:
         if outside is not None:
             return Standing(basis, facts=facts, outside=outside)
         chosen = self.choice(state, facts).strategy
+        strategy = self.strategies.get(chosen)
         return Standing(
             basis,
             facts=facts,
             name=chosen,
-            strategy=self.strategies.get(chosen),
+            strategy=strategy,
+            enters=getattr(type(strategy), "enter", None) is not Plain.enter,
             lane=self.lane(state, site.kind),
         )
 
@@ -406,8 +408,7 @@ class Runtime:
         return found
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What a metadata hook says of the pass to come. `tokens`: cached tokens of the batch, a host integer."""
 
     mode: str

@@ -95,7 +95,6 @@ class PoolView:
         return DeferredCast(rows, self._cast, self._settle)
 
     def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
-        self._settle()
         self._write(self._pool, *args, **kwargs)
 
 

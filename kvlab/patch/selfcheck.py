@@ -76,6 +76,38 @@ def _shadow(facts: Facts) -> str | None:
         casts.shadow(rows, out, active)
         if (why := _differs(out, want)) is not None:
             return why
+    return _layers(facts) if casts.on_device(facts.device) else None
+
+
+def _layers(facts: Facts) -> str | None:
+    """New rows written and active ones cast as the layers of an eager step are: the later ones from launches
+    that the first one's were kept for.
+    """
+    rank = facts.rank or facts.width - 64
+    pool, active = _codes(facts).view(torch.uint8).contiguous(), _active(facts)
+    slots = active.distinct(_SLOTS)
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn((7, facts.width), generator=generator).to(facts.device, facts.q_dtype)
+    loc = torch.tensor([2, 80, 3, 254, 1, 40, 5], device=facts.device)
+    layers = casts.kernels("layers").WriteAndCast()
+    for _ in range(3):
+        new, pool = -new, pool.flip(0)
+        buffer, want_buffer = pool.clone(), pool.clone()
+        given = write.NewRows(buffer, loc, new[:, :rank], new[:, rank:], facts.fp8)
+        rows, out = buffer.view(facts.fp8), torch.ones(pool.shape, dtype=facts.q_dtype, device=facts.device)
+        if not layers.again(buffer, loc, given.nope, given.rope, rows, out, active):
+            given.write(out)
+            casts.shadow(rows, out, active)
+            layers.note(buffer, loc, given.nope, given.rope, facts.fp8, rows, out, active)
+        want_buffer[loc] = new.to(facts.fp8).view(torch.uint8).unsqueeze(1)
+        want = torch.ones_like(out)
+        want[0] = 0
+        want[slots] = want_buffer.view(facts.fp8).to(facts.q_dtype)[slots]
+        wrong = (buffer != want_buffer).sum().item()
+        if wrong:
+            return f"{wrong} of {pool.numel()} bytes differ from the stock write"
+        if (why := _differs(out, want)) is not None:
+            return why
     return None
 
 

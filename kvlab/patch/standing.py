@@ -42,7 +42,8 @@ class Basis:
 @dataclass(slots=True)
 class Standing:
     """A decision. `unserved`: why no call of this kind is served, should it ask for a cast; `outside`: what
-    the whole server does that leaves it to stock; `reads`: the tables of the last call, perhaps this one's.
+    the whole server does that leaves it to stock; `enters`: has its strategy something to do before the call;
+    `reads`: the tables of the last call, perhaps this one's.
     """
 
     basis: Basis
@@ -51,6 +52,7 @@ class Standing:
     outside: str | None = None
     name: str = "stock"
     strategy: Strategy | None = None
+    enters: bool = False
     lane: str = "shared"
     reads: Reads | None = None
     # What its strategy keeps for the next layer.
@@ -61,7 +63,7 @@ def standing(
     runtime: Runtime, state: BackendState, site: Site, backend: Any, layer: Any, q: torch.Tensor, pool: Any
 ) -> Standing:
     """What stands for this call: the last decision where it holds, else a new one."""
-    rows = a_layer(pool)
+    rows = getattr(pool, "full_kv_pool", pool).kv_buffer[0]
     page_size = backend.page_size if site.family == "fa3" else 1
     heads, rank = getattr(layer, "tp_q_head_num", None), getattr(layer, "v_head_dim", None)
     kept = state.standing.get(site.kind)
@@ -96,5 +98,4 @@ def standing(
 
 def a_layer(pool: Any) -> torch.Tensor:
     """One layer's raw buffer, without `get_key_buffer`, which may wait for a transfer."""
-    inner = getattr(pool, "full_kv_pool", pool)
-    return inner.kv_buffer[0]
+    return getattr(pool, "full_kv_pool", pool).kv_buffer[0]

@@ -64,11 +64,18 @@ def new_rows(
 ) -> NewRows | None:
     """`nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] for slots `loc`; None where stock must write."""
     loc = getattr(loc, "loc", loc)
-    if rope is None or nope.dtype not in _WIDE or rope.dtype != nope.dtype or not torch.is_tensor(loc):
+    if (
+        rope is None
+        or nope.dtype not in _WIDE
+        or rope.dtype != nope.dtype
+        or not isinstance(loc, torch.Tensor)
+    ):
         return None
     buffer = pool.kv_buffer[layer.layer_id - pool.start_layer]
-    nope, rope = _rows(nope), _rows(rope)
     tokens, room, n, r = loc.numel(), buffer.shape, nope.shape, rope.shape
+    if len(n) != 3 or n[1] != 1 or len(r) != 3 or r[1] != 1:
+        nope, rope = nope.reshape(-1, n[-1]), rope.reshape(-1, r[-1])
+        n, r = nope.shape, rope.shape
     is_plain = (
         len(room) == 3
         and room[1] == 1
@@ -79,12 +86,6 @@ def new_rows(
         and r[0] >= tokens
     )
     return NewRows(buffer, loc, nope, rope, pool.dtype) if is_plain else None
-
-
-def _rows(t: torch.Tensor) -> torch.Tensor:
-    """A row a token: [tokens, 1, width] as it is, anything else as [tokens, width]."""
-    shape = t.shape
-    return t if len(shape) == 3 and shape[1] == 1 else t.reshape(-1, shape[-1])
 
 
 def quantise(

@@ -15,11 +15,17 @@ from kvlab.patch.write import NewRows
 class Compiled:
     """What Triton answers a launch with."""
 
+    function, packed_metadata = 11, (4, 1, 0)
+
     def __init__(self):
-        self.launched = []
+        self.launched, self.watched = [], []
 
     def __getitem__(self, grid):
-        return lambda *args, stream: self.launched.append((grid, args, stream))
+        return lambda *args, stream: self.watched.append((grid, args, stream))
+
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
+        assert (function, packed, metadata, enter, leave) == (11, (4, 1, 0), None, None, None)
+        self.launched.append(((x, y, z), args, stream))
 
 
 class Kernel:
@@ -58,6 +64,22 @@ def test_the_second_launch_of_a_kind_is_direct_with_the_parameters_in_order(kern
     launch(run, y, x, count=7, grid=9)
     assert len(kernel.compiled) == 1
     assert kernel.answer.launched == [((9, 1, 1), (y.data_ptr(), x.data_ptr(), 8, 7, 16, 2), 77)]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_watches_launches_sees_the_direct_ones(kernel, hook, monkeypatch):
+    """A profiler's hooks: a chain of them in newer releases, a function or none in 3.4."""
+    run, x, y = Direct(kernel), torch.zeros(8), torch.zeros(8)
+    launch(run, x, y)
+    for watching in (lambda metadata: None, SimpleNamespace(calls=[print])):
+        monkeypatch.setattr(direct.knobs.runtime, hook, watching)
+        launch(run, x, y)
+    assert (len(kernel.compiled), len(kernel.answer.launched)) == (1, 0)
+    assert [w[1] for w in kernel.answer.watched] == [(x.data_ptr(), y.data_ptr(), 8, 5, 16, 2)] * 2
+    for nobody in (None, SimpleNamespace(calls=[])):
+        monkeypatch.setattr(direct.knobs.runtime, hook, nobody)
+        launch(run, x, y)
+    assert len(kernel.answer.launched) == 2
 
 
 def test_what_triton_might_compile_anew_for_is_triton_s(kernel):

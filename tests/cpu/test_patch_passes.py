@@ -40,6 +40,7 @@ def call(backend, layer, active, /, **changed):
         "lasts": True,
         "scratch": SCRATCH,
         "pending": None,
+        "is_direct": False,
         "settle": lambda: None,
     }
     return SimpleNamespace(**(facts | changed))
@@ -176,7 +177,7 @@ def test_graphs_off_what_attention_may_load_and_mask_is_zero(waits, page_size, d
     active = tables([4, 5, 6], device)
     if page_size > 1:
         active = ActiveSlots.paged(torch.tensor([[1]], **ints), lengths, page_size)
-    its = call(Backend(), 0, active, lasts=False, tokens=3, facts=SimpleNamespace(slots=SLOTS))
+    its = call(Backend(), 0, active, lasts=False, is_direct=True)
     its.settle = lambda clear: False
     if waits:
         new = torch.ones(1, WIDTH, dtype=torch.bfloat16, device=device)
@@ -189,3 +190,36 @@ def test_graphs_off_what_attention_may_load_and_mask_is_zero(waits, page_size, d
     assert not bits(wide)[zeroed].any()
     others = [s for s in range(SLOTS) if s not in (*zeroed, 4, 5, 6)]
     assert wide[others].isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("again", [True, False], ids=["laid out alike", "otherwise"])
+def test_graphs_off_a_layer_s_launches_are_the_last_one_s(again, page_size, device, monkeypatch):
+    """What they leave out, the tails of last pages, is zeroed before; a layer laid out otherwise is noted."""
+    told = []
+    layers = SimpleNamespace(
+        again=lambda *given: told.append(("again", len(given))) or again,
+        note=lambda *given: told.append(("note", len(given))),
+    )
+    monkeypatch.setattr(casts, "clear_tails", lambda out, active: told.append(("tails", active.page_size)))
+    rows = random_pool(SLOTS, WIDTH, torch.float8_e4m3fn, seed=1, device=device)
+    new = torch.ones(1, WIDTH, dtype=torch.bfloat16, device=device)
+    loc = torch.tensor([5], device=device)
+    given = NewRows(rows.view(torch.uint8), loc, new[:, :24], new[:, 24:], rows.dtype)
+    ints = {"dtype": torch.int32, "device": device}
+    active = tables([4, 5], device)
+    if page_size > 1:
+        active = ActiveSlots.paged(torch.tensor([[1]], **ints), torch.tensor([2], **ints), page_size)
+    its = call(
+        Backend(), 0, active, lasts=False, is_direct=True, pending=given, kept={"write and cast": layers}
+    )
+    its.settle = lambda clear: told.append(("settle",)) or given.write(clear) or True
+    wide = Shadow().cast(its, rows, torch.bfloat16)
+    tails = [("tails", page_size)] if page_size > 1 else []
+    if again:
+        assert told == [*tails, ("again", 7)]
+        assert its.pending is None
+        assert its.is_apart
+    else:
+        assert told == [*tails, ("again", 7), ("settle",), *tails, ("note", 8)]
+        assert torch.equal(bits(wide)[4:6], stock_bits(rows, torch.bfloat16)[4:6])

@@ -266,7 +266,7 @@ def test_a_direct_launch_writes_what_triton_s_does(tokens, fp8, dtype):
     before = kept(launches)
     for run in runs:
         launched_twice(run, pool, wide)
-    assert kept(launches) == before >= len(runs)
+    assert kept(launches) == before >= len(runs) - 1
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
@@ -299,3 +299,50 @@ def test_the_layers_of_a_step_decode_as_each_alone(batch):
     # On Hopper they are CUDA's, launched again without a check.
     if torch.cuda.get_device_capability() == (9, 0):
         assert any(one is not None for one in launches)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_the_launches_of_a_layer_are_made_again_for_those_laid_out_alike(page_size):
+    """And for no others: what is written and cast is each layer's own, whatever came before it."""
+    from kvlab.kernels import cast, kv_write, layers
+    from kvlab.kernels.active import ActiveSlots
+
+    slots, fp8, dtype = 4096, torch.float8_e4m3fn, torch.bfloat16
+    pools = torch.randint(0, 0x48, (3, slots, 1, WIDTH), dtype=torch.uint8, device="cuda")
+    strided = torch.randint(0, 0x48, (slots, 1, WIDTH + 64), dtype=torch.uint8, device="cuda")[..., :WIDTH]
+    its = layers.WriteAndCast()
+    made = []
+    for step in range(2):
+        ints = {"dtype": torch.int32, "device": "cuda"}
+        if page_size == 1:
+            active = ActiveSlots.ragged(
+                torch.randint(1, slots, (300,), **ints), torch.tensor([0, 300], **ints)
+            )
+        else:
+            table = torch.randint(1, slots // 64, (2, 4), **ints)
+            active = ActiveSlots.paged(table, torch.tensor([200, 65], **ints), 64)
+        for number, pool in enumerate((*pools, strided, pools[0], pools[1])):
+            tokens = 2 + (number == 5)
+            new = torch.randn(tokens, 1, WIDTH, device="cuda").to(dtype)
+            loc = torch.randperm(slots - 1, device="cuda")[:tokens] + 1
+            nope, rope = new[..., :RANK], new[..., RANK:]
+            found = []
+            for again in (True, False):
+                buffer = (
+                    pool.clone()
+                    if pool is not strided
+                    else torch.empty_strided(
+                        pool.shape, pool.stride(), dtype=pool.dtype, device="cuda"
+                    ).copy_(pool)
+                )
+                out = torch.full((slots, 1, WIDTH), 7, dtype=dtype, device="cuda")
+                if again and its.again(buffer, loc, nope, rope, buffer.view(fp8), out, active):
+                    made.append((step, number))
+                else:
+                    kv_write.write(buffer, loc, nope, rope, fp8, out)
+                    cast.shadow_cast(buffer.view(fp8), out, active)
+                    its.note(buffer, loc, nope, rope, fp8, buffer.view(fp8), out, active)
+                found.append((buffer, out.view(torch.int16)))
+            assert all(map(torch.equal, *found))
+    assert (0, 1) in made
+    assert (0, 2) in made

@@ -31,10 +31,11 @@ def nothing_waits(clear: torch.Tensor | None = None) -> bool:
 class Call:
     """One call of `forward_decode` or `forward_extend` while it runs.
 
-    `tokens`: cached tokens of the batch, if the host knows. `kept`: what a strategy keeps for the other
-    layers of the pass; new metadata ends it. `pending`: new rows that are not written yet, where the strategy
-    said that they may wait. One that writes them with its cast sets it to None; `settle()` writes them by
-    themselves; `settle(wide)` also zeroes slot 0 of a wide layer, and says if it did.
+    `is_direct`: the tables are cast as they are, without a list (`attempt.is_direct`). `kept`: what a
+    strategy keeps for the other layers of the pass; new metadata ends it. `pending`: new rows that are not
+    written yet, where the strategy said that they may wait. One that writes them with its cast sets it to
+    None (`is_apart`: by a launch of their own); `settle()` writes them by themselves; `settle(wide)` also
+    zeroes slot 0 of a wide layer, and says if it did.
     """
 
     site: str
@@ -52,10 +53,11 @@ class Call:
     lasts: bool = False
     is_capturing: bool = False
     generation: int = 0
-    tokens: int | None = None
+    is_direct: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     pending: NewRows | None = None
+    is_apart: bool = False
     settle: Callable[..., bool] = nothing_waits
 
 

@@ -29,7 +29,7 @@ class Shadow(Plain):
         self._captured: list[Any] = []
 
     def waits(self, call: Call, new: NewRows, joint_refusal: Callable[[Facts], str | None]) -> bool:
-        return _is_direct(call) or (
+        return call.is_direct or (
             call.kind == "decode"
             and len(call.reads.tables) == 1
             and 0 < new.loc.numel() <= casts.most_joint_writes(new.buffer.device)
@@ -39,11 +39,8 @@ class Shadow(Plain):
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         slots, width = rows.shape[0], rows.shape[-1]
         out = call.scratch.rows(rows.device, call.lane, slots, width, dtype, lasts=call.lasts)
-        if _is_direct(call):
-            clear_unread(out, call.reads.tables, is_clear=call.settle(out))
-            for source in call.reads.tables:
-                casts.shadow(rows, out, source)
-            return out
+        if call.is_direct:
+            return self._direct(call, rows, out)
         if not call.lasts:
             clear_unread(out, call.reads.tables)
         its = self._passes.of(call)
@@ -69,14 +66,27 @@ class Shadow(Plain):
             casts.shadow(rows, out, source)
         return out
 
-
-def _is_direct(call: Call) -> bool:
-    """Are the tables cast as they are, without a list?
-
-    Where graphs are off, the list, some bytes a slot, would be more memory than stock has. Where requests
-    share so much that they name more slots than the pool has, it is worth that.
-    """
-    return not call.lasts and call.tokens is not None and call.tokens <= call.facts.slots
+    def _direct(self, call: Call, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """New rows, if any wait, to the pool; then the tables' rows as they are read."""
+        tables, new = call.reads.tables, call.pending
+        layers = None
+        if new is not None and len(tables) == 1:
+            layers = call.kept.get("write and cast")
+            if layers is None and casts.on_device(rows.device):
+                layers = call.kept["write and cast"] = casts.kernels("layers").WriteAndCast()
+        if layers is not None:
+            if tables[0].page_size > 1:
+                casts.clear_tails(out, tables[0])
+            if layers.again(new.buffer, new.loc, new.nope, new.rope, rows, out, tables[0]):
+                call.pending, call.is_apart = None, True
+                return out
+        is_clear = call.settle(out)
+        clear_unread(out, tables, is_clear=is_clear)
+        for source in tables:
+            casts.shadow(rows, out, source)
+        if layers is not None and is_clear:
+            layers.note(new.buffer, new.loc, new.nope, new.rope, new.fp8, rows, out, tables[0])
+        return out
 
 
 def _same(written: torch.Tensor | None, pending: NewRows | None) -> bool:

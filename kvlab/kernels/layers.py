@@ -1,0 +1,91 @@
+"""How does each layer of an eager step get its new rows written and its active ones cast, for two launches?
+
+What tells one such call from the next layer's are addresses. `WriteAndCast` keeps the two launches of a layer
+and makes them again for a layer whose tensors are laid out alike: eager serving is bound by the host, and
+most of what a launch costs it is finding out what to launch.
+"""
+
+from typing import Any
+
+import torch
+
+from kvlab.kernels import cast, kv_write
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.direct import current_stream, has_hooks
+
+
+class WriteAndCast:
+    """Of a step: `kv_write.write(…, clear=wide)` and `cast.shadow_cast(rows, wide, active)`."""
+
+    def __init__(self) -> None:
+        self._layout: tuple[Any, ...] = ()
+        self._active: ActiveSlots | None = None
+        self._launches: tuple[Any, Any, int] | None = None
+
+    def again(
+        self,
+        buffer: torch.Tensor,
+        loc: torch.Tensor,
+        nope: torch.Tensor,
+        rope: torch.Tensor,
+        rows: torch.Tensor,
+        wide: torch.Tensor,
+        active: ActiveSlots,
+    ) -> bool:
+        """Launch both, if these tensors are laid out as those that were `noted`; else nothing. True if so."""
+        launches = self._launches
+        if (
+            launches is None
+            or active is not self._active
+            or self._layout != _layout(buffer, loc, nope, rope, rows, wide, active)
+            or has_hooks()
+        ):
+            return False
+        at = buffer.data_ptr(), loc.data_ptr(), nope.data_ptr(), rope.data_ptr(), wide.data_ptr()
+        table, bounds, codes = active.table.data_ptr(), active.bounds.data_ptr(), rows.data_ptr()
+        if (at[0] | at[1] | at[2] | at[3] | at[4] | table | bounds | codes) % 16:
+            return False
+        (run, function, packed, grid, rest), (run_2, function_2, packed_2, grid_2, rest_2), device = launches
+        stream = current_stream(device)
+        run(grid, 1, 1, stream, function, packed, None, None, None, *at, *rest)
+        run_2(
+            *(grid_2, 1, 1, stream, function_2, packed_2, None, None, None),
+            *(codes, at[4], table, bounds, table, *rest_2),
+        )
+        return True
+
+    def note(
+        self,
+        buffer: torch.Tensor,
+        loc: torch.Tensor,
+        nope: torch.Tensor,
+        rope: torch.Tensor,
+        fp8: torch.dtype,
+        rows: torch.Tensor,
+        wide: torch.Tensor,
+        active: ActiveSlots,
+    ) -> None:
+        """Both were launched one by one for these tensors: keep them, where they can be made again."""
+        write = kv_write.prepared(buffer, loc, nope, rope, fp8, wide)
+        made = cast.prepared(rows, wide, active)
+        self._launches = None
+        if write is not None and made is not None and loc.numel():
+            self._layout = _layout(buffer, loc, nope, rope, rows, wide, active)
+            self._active, self._launches = active, (write, made, buffer.device.index)
+
+
+def _layout(
+    buffer: torch.Tensor,
+    loc: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    rows: torch.Tensor,
+    wide: torch.Tensor,
+    active: ActiveSlots,
+) -> tuple[Any, ...]:
+    """All that the launches depend on but addresses. The tables are the very same: `active`."""
+    return (
+        *(buffer.stride(), loc.dtype, loc.shape, nope.dtype, nope.shape, nope.stride()),
+        *(rope.dtype, rope.shape, rope.stride(), rows.dtype, rows.shape, rows.stride()),
+        *(wide.dtype, wide.shape, wide.stride(), active.table.shape, active.bounds.shape),
+    )

@@ -1,0 +1,144 @@
+"""The two launches of a layer, made again for the next one: the very arguments that each alone would get."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvlab.kernels import cast, direct, kv_write
+from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.direct import Direct
+from kvlab.kernels.layers import WriteAndCast
+
+SLOTS, RANK, ROPE = 24, 32, 16
+WIDTH = RANK + ROPE
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Every launch: (kernel's name, "compiled") of Triton's own, (name, grid, arguments) of a direct one."""
+    told = []
+
+    def pretend(kernel):
+        name = kernel.fn.__name__
+
+        def run(x, y, z, stream, function, packed, metadata, enter, leave, *args):
+            assert (y, z, stream, function, packed) == (1, 1, 7, name, "packed")
+            assert metadata is enter is leave is None
+            told.append((name, x, args))
+
+        compiled = SimpleNamespace(run=run, function=name, packed_metadata="packed")
+
+        class Pretended:
+            arg_names = kernel.arg_names
+
+            def __getitem__(self, grid):
+                return lambda *args, **constants: told.append((name, "compiled")) or compiled
+
+        return Direct(Pretended())
+
+    monkeypatch.setattr(direct, "is_known", lambda: True)
+    monkeypatch.setattr(direct, "current_stream", lambda device: 7)
+    monkeypatch.setattr("kvlab.kernels.layers.current_stream", lambda device: 7)
+    monkeypatch.setattr(kv_write, "_launch", pretend(kv_write.kvlab_kv_write))
+    monkeypatch.setattr(cast, "_cast", pretend(cast.kvlab_cast))
+    return told
+
+
+def tables():
+    return ActiveSlots.ragged(torch.arange(9, dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32))
+
+
+def pages():
+    return ActiveSlots.paged(torch.ones(2, 3, dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32), 4)
+
+
+def layer(
+    *, tokens=2, padding=0, loc=torch.int64, q=torch.bfloat16, fp8=E4M3, flat=False, wide=None, slots=SLOTS
+):
+    """A layer's own tensors, in the order of `again`."""
+    buffer = torch.zeros(slots, 1, WIDTH + padding, dtype=torch.uint8)[..., :WIDTH]
+    new = torch.zeros(tokens, WIDTH, dtype=q) if flat else torch.zeros(tokens, 1, WIDTH, dtype=q)
+    rows = buffer.view(fp8)
+    out = torch.zeros(slots, 1, WIDTH, dtype=wide or q)
+    return buffer, torch.arange(tokens, dtype=loc), new[..., :RANK], new[..., RANK:], rows, out
+
+
+def alone(its, active):
+    """The two launches one by one, as a layer's own, then kept."""
+    buffer, loc, nope, rope, rows, out = its
+    kv_write.write(buffer, loc, nope, rope, rows.dtype, out)
+    cast.shadow_cast(rows, out, active)
+
+
+def noted(layers, its, active):
+    alone(its, active)
+    buffer, loc, nope, rope, rows, out = its
+    layers.note(buffer, loc, nope, rope, rows.dtype, rows, out, active)
+
+
+@pytest.mark.parametrize("make", [tables, pages])
+@pytest.mark.parametrize(
+    "kind", [{}, {"padding": 16}, {"tokens": 3, "loc": torch.int32}, {"flat": True}], ids=str
+)
+def test_again_is_what_each_alone_is_launched_with(launched, make, kind):
+    layers, active = WriteAndCast(), make()
+    first, second = layer(**kind), layer(**kind)
+    assert not layers.again(*first, active)
+    noted(layers, first, active)
+    assert [n for n, what, *_ in launched if what == "compiled"] == ["kvlab_kv_write", "kvlab_cast"]
+    launched.clear()
+    alone(second, active)
+    want = list(launched)
+    assert [n for n, *_ in want] == ["kvlab_kv_write", "kvlab_cast"]
+    launched.clear()
+    assert layers.again(*second, active)
+    assert launched == want
+
+
+OTHERS = {
+    "more tokens": {"tokens": 3},
+    "a padded pool": {"padding": 16},
+    "a smaller pool": {"slots": 16},
+    "int32 slots": {"loc": torch.int32},
+    "another query dtype": {"q": torch.float16},
+    "another FP8": {"fp8": torch.float8_e5m2},
+    "another wide dtype": {"wide": torch.float16},
+    "rows without a middle": {"flat": True},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
+def test_a_layer_laid_out_otherwise_is_not_launched_as_the_last_one(launched, kind):
+    layers, active = WriteAndCast(), tables()
+    noted(layers, layer(), active)
+    launched.clear()
+    assert not layers.again(*layer(**kind), active)
+    assert launched == []
+    assert layers.again(*layer(), active)
+
+
+def test_nor_are_other_tables_tensors_off_16_bytes_or_launches_that_somebody_watches(launched, monkeypatch):
+    layers, active = WriteAndCast(), tables()
+    noted(layers, layer(), active)
+    launched.clear()
+    assert not layers.again(*layer(), tables()), "equal tables elsewhere"
+    its = list(layer())
+    for at, shape in ((0, (SLOTS, 1, WIDTH)), (1, (2,))):
+        apart = torch.zeros(torch.Size(shape).numel() + 1, dtype=its[at].dtype)[1:].view(shape)
+        assert not layers.again(*its[:at], apart, *its[at + 1 :], active)
+    monkeypatch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
+    assert not layers.again(*its, active)
+    assert launched == []
+
+
+def test_what_was_not_kept_is_not_made_again(launched):
+    """Another release of Triton, or no new row: the usual way for every layer."""
+    layers, active = WriteAndCast(), tables()
+    its = layer()
+    layers.note(*its[:4], E4M3, *its[4:], active)
+    assert not layers.again(*its, active)
+    noted(layers, layer(), active)
+    noted(layers, layer(tokens=0), active)
+    assert not layers.again(*layer(tokens=0), active)
