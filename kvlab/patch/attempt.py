@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,7 +203,7 @@ class Attempt:
         return clear is not None
 
     def _write_failed(self, pool: Any, error: Exception) -> None:
-        self.state.write_refusal[id(pool)] = one_line(error)
+        self.state.write_refusal[id(pool)] = weakref.ref(pool), one_line(error)
         self.runtime.say(f"the one-launch KV write failed ({one_line(error)}); stock's is used from now on")
 
     def _stock_write(self, pool: Any, *args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,8 @@ class BackendState:
     choices: dict[Facts, Choice] = field(default_factory=dict)
     # By call kind: what the last call was decided on.
     standing: dict[str, Standing] = field(default_factory=dict)
-    write_refusal: dict[int, str | None] = field(default_factory=dict)
+    # By a pool's id, which another may have after it.
+    write_refusal: dict[int, tuple[weakref.ref[Any], str | None]] = field(default_factory=dict)
     graph: Any = None
 
 
@@ -311,8 +312,8 @@ class Runtime:
 
     def write_refusal(self, state: BackendState, pool: Any, facts: Facts) -> str | None:
         """Why this pool's KV writes stay stock's, or None; asked once a pool."""
-        key = id(pool)
-        if key not in state.write_refusal:
+        known = state.write_refusal.get(id(pool))
+        if known is None or known[0]() is not pool:
             why = write.refusal(pool)
             if why is None:
                 checked = ("write", facts.device, facts.fp8, facts.q_dtype, facts.width)
@@ -325,8 +326,8 @@ class Runtime:
                         functools.partial(selfcheck.check_write, facts),
                     )
                 why = self._checked[checked]
-            state.write_refusal[key] = why
-        return state.write_refusal[key]
+            known = state.write_refusal[id(pool)] = weakref.ref(pool), why
+        return known[1]
 
     def joint_refusal(self, facts: Facts) -> str | None:
         """Why the KV write and the cast stay two launches, or None; asked once."""

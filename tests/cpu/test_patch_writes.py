@@ -225,7 +225,9 @@ def test_a_failure_loses_no_row(cause, monkeypatch):
 
     def prepare(runtime, backend):
         owner, name = (casts, "shadow") if cause == "the cast fails" else (write, "quantise")
-        runtime.choice(runtime._state("flashinfer_mla", backend), facts())
+        state = runtime._state("flashinfer_mla", backend)
+        runtime.choice(state, facts())
+        assert runtime.write_refusal(state, backend.token_to_kv_pool, facts()) is None
         monkeypatch.setattr(owner, name, fail)
 
     its = both(prepare=prepare)
@@ -239,6 +241,27 @@ def test_a_failure_loses_no_row(cause, monkeypatch):
 
 def facts():
     return Facts("decode", torch.device("cpu"), SLOTS, WIDTH, FP8, torch.bfloat16, HEADS, RANK)
+
+
+def test_a_pool_at_the_place_of_one_that_is_gone_is_asked_for_itself(monkeypatch):
+    """Python gives an address again: what was found of the first pool is nothing to go by."""
+
+    class Own(Pool):
+        def set_mla_kv_buffer(self, layer, loc, nope, rope):
+            super().set_mla_kv_buffer(layer, loc + 1, nope, rope)
+
+    monkeypatch.setattr("kvlab.patch.runtime.id", lambda pool: 7, raising=False)
+    monkeypatch.setattr("kvlab.patch.attempt.id", lambda pool: 7, raising=False)
+    pools, runtime = [], Runtime("shadow", is_strict=False, version=None)
+    backend = Backend(Pool())
+    batch = SimpleNamespace(loc=torch.tensor([4]), seq_lens_sum=3)
+    q = torch.zeros(1, HEADS, WIDTH).bfloat16()
+    for pool in (backend.token_to_kv_pool, Own()):
+        backend.token_to_kv_pool = pool
+        runtime.call(SITE, Backend.forward_decode, backend, q, *rows(1), layer(1), batch)
+        pools.append(pool.wrote)
+    assert pools == [0, 1]
+    assert runtime.counters.writes == {"one launch": 1, "stock": 1}
 
 
 def test_stock_writes_where_stock_is_asked_for_and_where_the_whole_server_is_left_to_it(monkeypatch):
