@@ -40,6 +40,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     divisible: list[str] = []
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +111,11 @@ def compile_one(spec: Spec, capability: int) -> Resources:
             compiled = triton.compile(
                 ASTSource(kernel, signature, constants, attrs),
                 target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": spec.num_warps, "num_stages": spec.num_stages},
+                options={
+                    "num_warps": spec.num_warps,
+                    "num_stages": spec.num_stages,
+                    "maxnreg": spec.maxnreg,
+                },
             )
     except Exception as e:  # Whatever the compiler raises is the answer.
         lines = f"{type(e).__name__}: {e}".strip().splitlines()

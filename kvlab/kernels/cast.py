@@ -32,7 +32,8 @@ from kvlab.kernels.slot_map import (
     map_workspace,
     slot_map,
 )
-from kvlab.kernels.widen import widen
+from kvlab.kernels.tickets import tickets_of
+from kvlab.kernels.widen import widen, widen_words
 
 __all__ = [
     "MapWorkspace",
@@ -55,7 +56,7 @@ class Tuning:
     """How the cast is cut: `lanes` x `unit` bytes are read at once by a program of `warps`.
 
     `grid` programs an SM walk over the work; `native` uses the chip's FP8 conversions rather than integers.
-    Few rows are read by twice `least` bytes a lane, even fewer by `least`.
+    Few rows are read by `few` lanes of twice `least` bytes, even fewer by `least`.
     """
 
     lanes: int
@@ -64,20 +65,26 @@ class Tuning:
     grid: int
     native: bool
     least: int = 4
+    few: int = 128
 
 
 @lru_cache
-def tuning(device: torch.device, *, tables: int = 0, page_size: int = 1) -> Tuning:
-    """The cut that sweeps on an H200 found best (data/recorded/h200-cast-notes-2); small in the interpreter.
+def tuning(device: torch.device) -> Tuning:
+    """The cut that sweeps on an H200 found best (data/recorded/h200-cast-notes-3); small in the interpreter.
 
-    `tables`: rows of a page table, 0 for a list. The grid is what fits an SM at once: with one program more,
-    the last ones run alone. Finding a tile's request among several takes registers, so fewer lanes fit.
+    The grid is what fits an SM at once. More programs would slow small steps, which wait for all to start.
     """
     capability, _ = chip(device)
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
-    lanes, grid = (512, 3) if tables <= 1 else (512, 2) if page_size == 1 else (256, 4)
-    return Tuning(lanes=lanes, unit=16, warps=8, grid=grid, native=capability >= 89)
+    native = capability >= 89
+    return Tuning(lanes=1024 if native else 512, unit=8, warps=8, grid=4, native=native, few=256)
+
+
+# 32-bit registers of an SM, of every chip since SM80.
+_REGISTERS = 65536
+# From so many tiles a program on they are drawn; an atomic each is dear before that.
+_DRAWN = tl.constexpr(4)
 
 
 @triton.jit
@@ -125,12 +132,11 @@ def _rows(
 
 @triton.jit
 def _tile(LANES: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """A tile's row and bytes of each lane, and how many whole rows it holds."""
+    """A tile's row and unit of UNIT bytes of each lane, and how many whole rows it holds."""
     UNITS: tl.constexpr = WIDTH // UNIT
     ROWS: tl.constexpr = LANES // UNITS
     lane = tl.arange(0, LANES)
-    column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-    return lane // UNITS, column, ROWS
+    return lane // UNITS, lane % UNITS, ROWS
 
 
 @triton.jit
@@ -155,11 +161,87 @@ def _once(
     NATIVE: tl.constexpr,
 ):
     """Few rows: one tile a program, whose entries are there already."""
-    _, column, _ = _tile(LANES, WIDTH, UNIT)
+    _, unit, _ = _tile(LANES, WIDTH, UNIT)
     slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
-    x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
-    y = widen(x, E5M2, BF16, NATIVE)
-    tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
+    x = _take(rows, slot, live, unit, row_stride, UNIT, False)
+    _put(out, x, target, live, unit, out_stride, UNIT, E5M2, BF16, NATIVE, False)
+
+
+@triton.jit
+def _take(rows, slot, live, unit, row_stride, UNIT: tl.constexpr, WORDS: tl.constexpr):
+    """UNIT bytes of each lane's row, in words of four or each by itself."""
+    if WORDS:
+        at = (
+            slot[:, None] * (row_stride // 4) + unit[:, None] * (UNIT // 4) + tl.arange(0, UNIT // 4)[None, :]
+        )
+        x = tl.load(rows.to(tl.pointer_type(tl.int32)) + at, mask=live[:, None])
+    else:
+        at = slot[:, None] * row_stride + unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+        x = tl.load(rows + at, mask=live[:, None])
+    return x
+
+
+@triton.jit
+def _put(
+    out,
+    x,
+    target,
+    live,
+    unit,
+    out_stride,
+    UNIT: tl.constexpr,
+    E5M2: tl.constexpr,
+    BF16: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Widen them and write them to each lane's row."""
+    if WORDS:
+        y = widen_words(x, E5M2, BF16)
+        at = (
+            target[:, None] * (out_stride // 2)
+            + unit[:, None] * (UNIT // 2)
+            + tl.arange(0, UNIT // 2)[None, :]
+        )
+        tl.store(out.to(tl.pointer_type(tl.int32)) + at, y, mask=live[:, None])
+    else:
+        y = widen(x, E5M2, BF16, NATIVE)
+        at = target[:, None] * out_stride + unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+        tl.store(out + at, y, mask=live[:, None])
+
+
+@triton.jit
+def _ahead(
+    table,
+    bounds,
+    table_stride,
+    batch,
+    limit,
+    tile,
+    row,
+    b,
+    before,
+    length,
+    PAGE_SIZE: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Each lane's entry of a tile and its position, and whether there is one; and the request they are of.
+
+    Request `b` has `before` tiles before it. Tiles only go up: a walk on over short requests costs fewer
+    registers than holding all lengths, and fewer registers are more rows on their way.
+    """
+    if BATCH:
+        end = before + (length + ROWS - 1) // ROWS
+        while (tile >= end) & (b < batch - 1):
+            b += 1
+            before = end
+            length = tl.minimum(tl.maximum(tl.load(bounds + b), 0), limit)
+            end += (length + ROWS - 1) // ROWS
+    position = (tile - before) * ROWS + row
+    live = (row < ROWS) & (position < length)
+    entry = tl.load(table + b.to(tl.int64) * table_stride + position // PAGE_SIZE, mask=live, other=-1)
+    return entry, position, live, b, before, length
 
 
 @triton.jit
@@ -167,6 +249,7 @@ def _many(
     rows,
     out,
     table,
+    bounds,
     lengths,
     count,
     filled,
@@ -174,6 +257,9 @@ def _many(
     out_stride,
     table_stride,
     num_slots,
+    batch,
+    limit,
+    tickets,
     WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     LANES: tl.constexpr,
@@ -184,47 +270,68 @@ def _many(
     E5M2: tl.constexpr,
     BF16: tl.constexpr,
     NATIVE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Many rows: each program walks over its tiles, the rows of the next on their way while it writes one."""
-    row, column, ROWS = _tile(LANES, WIDTH, UNIT)
+    """Many rows: each program writes a tile while the rows of its next are on their way.
+
+    Its first two tiles are its own. Where there are many, it draws the others: SMs are not equally fast, and
+    with equal shares the slowest would decide.
+    """
     first = tl.program_id(0)
     step = tl.num_programs(0)
+    row, unit, ROWS = _tile(LANES, WIDTH, UNIT)
+    b = tl.zeros([], tl.int32)
+    before = b
     if BATCH:
         ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
         tiles = tl.max(ends, 0)
-        entry, position, live = _page(table, lengths, ends, table_stride, first, row, PAGE_SIZE, BATCH, ROWS)
+        b += tl.sum((ends <= first).to(tl.int32), 0)
+        before += tl.max(tl.where(ends <= first, ends, 0), 0)
+        length = tl.sum(tl.where(tl.arange(0, BATCH) == b, lengths, 0), 0)
     else:
         tiles = (count + ROWS - 1) // ROWS
-        position = first * ROWS + row
-        live = (row < ROWS) & (position < count)
-        entry = tl.load(table + position // PAGE_SIZE, mask=live, other=-1)
-    slot, target, live = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
-    x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
-    if BATCH:
-        entry, position, more = _page(
-            table, lengths, ends, table_stride, first + step, row, PAGE_SIZE, BATCH, ROWS
-        )
-    else:
-        position += step * ROWS
-        entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < count), other=-1)
+        length = count
+    entry, position, live, b, before, length = _ahead(
+        table, bounds, table_stride, batch, limit, first, row, b, before, length, PAGE_SIZE, BATCH, ROWS
+    )
+    slot, target, is_on = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
+    x = _take(rows, slot, is_on, unit, row_stride, UNIT, WORDS)
+    entry, position, live, b, before, length = _ahead(
+        table,
+        bounds,
+        table_stride,
+        batch,
+        limit,
+        first + step,
+        row,
+        b,
+        before,
+        length,
+        PAGE_SIZE,
+        BATCH,
+        ROWS,
+    )
 
-    for tile in range(first, tiles, step):
-        if not BATCH:
-            position = (tile + step) * ROWS + row
-            more = (row < ROWS) & (position < count)
-        slot, ahead, more = _rows(entry, position, more, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
-        coming = tl.load(rows + slot[:, None] * row_stride + column, mask=more[:, None])
-        if BATCH:
-            entry, position, later = _page(
-                table, lengths, ends, table_stride, tile + 2 * step, row, PAGE_SIZE, BATCH, ROWS
-            )
-        else:
-            position += step * ROWS
-            later = more
-            entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < count), other=-1)
-        y = widen(x, E5M2, BF16, NATIVE)
-        tl.store(out + target[:, None] * out_stride + column, y, mask=live[:, None])
-        x, target, live, more = coming, ahead, more, later
+    tile = first
+    coming = first + step
+    is_drawn = tiles > step * _DRAWN
+    while tile < tiles:
+        _put(out, x, target, is_on, unit, out_stride, UNIT, E5M2, BF16, NATIVE, WORDS)
+        slot, target, is_on = _rows(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
+        x = _take(rows, slot, is_on, unit, row_stride, UNIT, WORDS)
+        after = coming + step
+        if is_drawn:
+            after = 2 * step + tl.atomic_add(tickets, 1, sem="relaxed")
+        entry, position, live, b, before, length = _ahead(
+            table, bounds, table_stride, batch, limit, after, row, b, before, length, PAGE_SIZE, BATCH, ROWS
+        )
+        tile = coming
+        coming = after
+    if is_drawn:  # noqa: SIM102 -- `and` would run both sides
+        # The last to end leaves them as they were: every program has drawn its own last ticket by then.
+        if tl.atomic_add(tickets + 1, 1) == step - 1:
+            tl.store(tickets, 0)
+            tl.store(tickets + 1, 0)
 
 
 # What changes with a batch must not make a new kernel: none of it is specialised on.
@@ -235,6 +342,7 @@ def kvlab_cast(
     table,
     bounds,
     filled,
+    tickets,
     row_stride,
     out_stride,
     table_stride,
@@ -246,6 +354,7 @@ def kvlab_cast(
     FEW_UNIT: tl.constexpr,
     LEAST_UNIT: tl.constexpr,
     LANES: tl.constexpr,
+    FEW_LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BATCH: tl.constexpr,
     FILLED: tl.constexpr,
@@ -253,16 +362,18 @@ def kvlab_cast(
     E5M2: tl.constexpr,
     BF16: tl.constexpr,
     NATIVE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Cast rows of `WIDTH` bytes; a tile is as many whole rows as `LANES` lanes of `UNIT` bytes hold.
 
     BATCH 0: `table` is a list of slots or pages and `bounds[batch]` says how many; otherwise [batch, …] pages
     and `bounds` the lengths. `filled`: tokens of each page in the list. COMPACT: row i of the list to row i.
-    Few rows, at most one tile for each program, go the shortest way, `FEW_UNIT` bytes a lane; and as few as
-    that allows `LEAST_UNIT`, so that more programs share them.
+    Few rows, at most one tile for each program, go the shortest way, FEW_LANES of `FEW_UNIT` bytes; and as
+    few as that allows of `LEAST_UNIT`, so that more programs share them. WORDS: many rows go in words of four
+    codes. `tickets`: kvlab.kernels.tickets.
     """
     first = tl.program_id(0)
-    row, _, ROWS = _tile(LANES, WIDTH, FEW_UNIT)
+    row, _, ROWS = _tile(FEW_LANES, WIDTH, FEW_UNIT)
     if BATCH:
         request = tl.arange(0, BATCH)
         lengths = tl.load(bounds + request, mask=request < batch, other=0)
@@ -275,7 +386,7 @@ def kvlab_cast(
         # The entries are read while their count is still on its way, both ways to lay them out.
         position = first * ROWS + row
         entry = tl.load(table + position // PAGE_SIZE, mask=(row < ROWS) & (position < limit), other=-1)
-        least_row, _, LEAST_ROWS = _tile(LANES, WIDTH, LEAST_UNIT)
+        least_row, _, LEAST_ROWS = _tile(FEW_LANES, WIDTH, LEAST_UNIT)
         least_position = first * LEAST_ROWS + least_row
         is_least_row = (least_row < LEAST_ROWS) & (least_position < limit)
         least_entry = tl.load(table + least_position // PAGE_SIZE, mask=is_least_row, other=-1)
@@ -288,6 +399,7 @@ def kvlab_cast(
             rows,
             out,
             table,
+            bounds,
             lengths,
             count,
             filled,
@@ -295,6 +407,9 @@ def kvlab_cast(
             out_stride,
             table_stride,
             num_slots,
+            batch,
+            limit,
+            tickets,
             WIDTH,
             UNIT,
             LANES,
@@ -305,6 +420,7 @@ def kvlab_cast(
             E5M2,
             BF16,
             NATIVE,
+            WORDS,
         )
     elif BATCH:  # noqa: SIM114 -- decided at compile time: the next branch has no names then
         _once(
@@ -319,7 +435,7 @@ def kvlab_cast(
             num_slots,
             WIDTH,
             FEW_UNIT,
-            LANES,
+            FEW_LANES,
             PAGE_SIZE,
             FILLED,
             COMPACT,
@@ -340,7 +456,7 @@ def kvlab_cast(
             num_slots,
             WIDTH,
             FEW_UNIT,
-            LANES,
+            FEW_LANES,
             PAGE_SIZE,
             FILLED,
             COMPACT,
@@ -361,7 +477,7 @@ def kvlab_cast(
             num_slots,
             WIDTH,
             LEAST_UNIT,
-            LANES,
+            FEW_LANES,
             PAGE_SIZE,
             FILLED,
             COMPACT,
@@ -451,6 +567,11 @@ def _batch(batch: int) -> int:
     return 1 if batch == 1 else max(64, triton.next_power_of_2(batch))
 
 
+def _in_words(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """May rows of both be read and written four codes at a time? Aligned as 16 bytes, each of them."""
+    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (source, target))
+
+
 def _launch(
     source: torch.Tensor,
     target: torch.Tensor,
@@ -497,19 +618,22 @@ def _arguments(
         if paged and not batch:
             return None
     device, width = source.device, source.shape[-1]
-    cut = cut or tuning(device, tables=batch if paged else 0, page_size=page_size)
+    cut = cut or tuning(device)
     batches = _batch(batch) if paged else 0
     strides = source.stride()[0], target.stride()[0]
 
     def constants() -> dict[str, Any]:
         unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
         least = min(unit, cut.least)
+        in_words = cut.native and unit % 4 == 0 and _in_words(source, target)
+        registers = _REGISTERS // (32 * cut.warps * cut.grid)
         return {
             "WIDTH": width,
             "UNIT": unit,
             "FEW_UNIT": min(unit, 2 * least),
             "LEAST_UNIT": least,
             "LANES": max(cut.lanes, triton.next_power_of_2(width // least)),
+            "FEW_LANES": max(cut.few, triton.next_power_of_2(width // least)),
             "PAGE_SIZE": page_size,
             "BATCH": batches,
             "FILLED": filled is not None,
@@ -517,7 +641,10 @@ def _arguments(
             "E5M2": source.dtype == torch.float8_e5m2,
             "BF16": target.dtype == torch.bfloat16,
             "NATIVE": cut.native,
+            "WORDS": in_words,
             "num_warps": cut.warps,
+            # What lets so many programs stay on an SM; the compiler may spill below it, or pass it by one.
+            **({"maxnreg": registers} if in_words and registers < 255 else {}),
         }
 
     dtypes = source.dtype, target.dtype, table.dtype, bounds.dtype
@@ -530,6 +657,7 @@ def _arguments(
             table,
             bounds,
             table if filled is None else filled,
+            tickets_of(target),
         ),
         (*strides, table.stride(0) if paged else 0, source.shape[0], batch, limit),
         constants,

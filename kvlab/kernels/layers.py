@@ -12,6 +12,7 @@ import torch
 from kvlab.kernels import cast, kv_write
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.direct import current_stream, has_hooks
+from kvlab.kernels.tickets import tickets_of
 
 
 class WriteAndCast:
@@ -50,7 +51,7 @@ class WriteAndCast:
         run(grid, 1, 1, stream, function, packed, None, None, None, *at, *rest)
         run_2(
             *(grid_2, 1, 1, stream, function_2, packed_2, None, None, None),
-            *(codes, at[4], table, bounds, table, *rest_2),
+            *(codes, at[4], table, bounds, table, tickets_of(wide).data_ptr(), *rest_2),
         )
         return True
 

@@ -33,6 +33,7 @@ from kvlab.kernels.cast import (
     slot_list,
     slot_map,
 )
+from kvlab.kernels.tickets import tickets_of
 
 WIDTH = 80
 bounded = settings(
@@ -284,6 +285,21 @@ def test_more_rows_than_a_tile_a_program(tokens, page_size, device):
     check_shadow(rows, case, torch.bfloat16)
     check_shadow(rows, case, torch.bfloat16, listed=True)
     check_gather(rows, case, torch.bfloat16, steps=1)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_cast_leaves_its_counters_to_the_next(listed, device):
+    """So many tiles that programs draw them: nothing is left out the second time, nor the third."""
+    case = ragged_case([330], num_slots=400, seed=5, device=device)
+    rows = random_pool(400, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    source = slot_list(case.active, list_for(400, rows.device)) if listed else case.active
+    shadow = untouched(400, 1, WIDTH, dtype=torch.bfloat16, device=device)
+    for _ in range(3):
+        shadow.view(torch.int16).fill_(UNTOUCHED)
+        shadow_cast(rows, shadow, source)
+        written = (bits(shadow).view(400, WIDTH) != UNTOUCHED).any(dim=1).nonzero()[:, 0]
+        assert torch.equal(written, case.active.distinct(400))
+        assert not tickets_of(shadow).any()
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

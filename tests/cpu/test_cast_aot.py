@@ -10,6 +10,7 @@ LAYER = {
     "table": "*i32",
     "bounds": "*i32",
     "filled": "*i32",
+    "tickets": "*i32",
     "row_stride": "i32",
     "out_stride": "i32",
     "table_stride": "i32",
@@ -17,11 +18,11 @@ LAYER = {
     "batch": "i32",
     "limit": "i32",
 }
-ALIGNED = ["rows", "out", "table", "row_stride", "out_stride"]
+ALIGNED = ["rows", "out", "table", "tickets", "row_stride", "out_stride"]
 
 
 def cast_spec(
-    name: str, *, fmt: str = "e4m3", wide: str = "bf16", native: bool, unit: int = 16, **changed
+    name: str, *, fmt: str = "e4m3", wide: str = "bf16", native: bool, unit: int = 8, **changed
 ) -> Spec:
     fp8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
     constexprs = {
@@ -29,7 +30,8 @@ def cast_spec(
         "UNIT": unit,
         "FEW_UNIT": 8,
         "LEAST_UNIT": 4,
-        "LANES": 512,
+        "LANES": 1024 if native else 512,
+        "FEW_LANES": 256,
         "PAGE_SIZE": 1,
         "BATCH": 0,
         "FILLED": False,
@@ -37,6 +39,7 @@ def cast_spec(
         "E5M2": fmt == "e5m2",
         "BF16": wide == "bf16",
         "NATIVE": native,
+        "WORDS": native,
     }
     return Spec(
         name=f"{name} {fmt} {wide} {'native' if native else 'bytes'}",
@@ -45,6 +48,7 @@ def cast_spec(
         constexprs=constexprs | changed,
         divisible=ALIGNED,
         num_warps=8,
+        maxnreg=64 if (constexprs | changed)["WORDS"] else None,
     )
 
 
@@ -102,7 +106,8 @@ def compiled() -> dict[tuple[str, int], Resources]:
         cast_spec("shadow", fmt=f, wide=w, native=n)
         for (f, w), n in itertools.product((("e4m3", "bf16"), ("e5m2", "fp16")), (True, False))
     ]
-    every += [cast_spec("paged", native=n, LANES=256, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
+    every += [cast_spec("paged", native=n, BATCH=128, PAGE_SIZE=64) for n in (True, False)]
+    every += [cast_spec("odd rows", native=True, WORDS=False)]
     every += [cast_spec("gather", native=n, COMPACT=True, FILLED=True, PAGE_SIZE=64) for n in (True, False)]
     every += map_specs(0) + map_specs(128) + list_specs(0, False) + list_specs(128, False)
     launched_early = report(list_specs(0, True) + list_specs(128, True), [90, 100, 120])
