@@ -38,7 +38,7 @@ class WriteAndCast:
         if (
             launches is None
             or active is not self._active
-            or self._layout != _layout(buffer, loc, nope, rope, rows, wide, active)
+            or self._layout != _layout(loc, nope, rope, rows, wide, active)
             or has_hooks()
         ):
             return False
@@ -71,12 +71,11 @@ class WriteAndCast:
         made = cast.prepared(rows, wide, active)
         self._launches = None
         if write is not None and made is not None and loc.numel():
-            self._layout = _layout(buffer, loc, nope, rope, rows, wide, active)
+            self._layout = _layout(loc, nope, rope, rows, wide, active)
             self._active, self._launches = active, (write, made, buffer.device.index)
 
 
 def _layout(
-    buffer: torch.Tensor,
     loc: torch.Tensor,
     nope: torch.Tensor,
     rope: torch.Tensor,
@@ -84,9 +83,12 @@ def _layout(
     wide: torch.Tensor,
     active: ActiveSlots,
 ) -> tuple[Any, ...]:
-    """All that the launches depend on but addresses. The tables are the very same: `active`."""
+    """All that the launches depend on but addresses.
+
+    `buffer` is laid out as `rows`, `rope` of `nope`'s dtype, the tables are the very same: `active`.
+    """
     return (
-        *(buffer.stride(), loc.dtype, loc.shape, nope.dtype, nope.shape, nope.stride()),
-        *(rope.dtype, rope.shape, rope.stride(), rows.dtype, rows.shape, rows.stride()),
-        *(wide.dtype, wide.shape, wide.stride(), active.table.shape, active.bounds.shape),
+        *(loc.dtype, loc.shape, nope.dtype, nope.shape, nope.stride(), rope.shape, rope.stride()),
+        *(rows.dtype, rows.shape, rows.stride(), wide.dtype, wide.shape, wide.stride()),
+        *(active.table.shape, active.bounds.shape),
     )

@@ -109,6 +109,28 @@ OTHERS = {
 }
 
 
+ALONE = {
+    "fewer slots": (1, lambda loc: loc[:1]),
+    "nope of its own": (2, lambda t: t.contiguous()),
+    "rope of its own": (3, lambda t: t.contiguous()),
+    "nope of another width": (2, lambda t: t[..., :-2]),
+    "rope of another width": (3, lambda t: t[..., :-2]),
+    "a padded wide layer": (5, lambda t: torch.zeros(SLOTS, 1, WIDTH + 16, dtype=t.dtype)[..., :WIDTH]),
+    "a longer wide layer": (5, lambda t: torch.zeros(SLOTS + 1, 1, WIDTH, dtype=t.dtype)),
+}
+
+
+@pytest.mark.parametrize(("at", "change"), ALONE.values(), ids=ALONE)
+def test_nor_is_one_of_whose_tensors_one_alone_is_laid_out_otherwise(launched, at, change):
+    layers, active = WriteAndCast(), tables()
+    noted(layers, layer(), active)
+    launched.clear()
+    its = list(layer())
+    its[at] = change(its[at])
+    assert not layers.again(*its, active)
+    assert launched == []
+
+
 @pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
 def test_a_layer_laid_out_otherwise_is_not_launched_as_the_last_one(launched, kind):
     layers, active = WriteAndCast(), tables()
@@ -128,9 +150,21 @@ def test_nor_are_other_tables_tensors_off_16_bytes_or_launches_that_somebody_wat
     for at, shape in ((0, (SLOTS, 1, WIDTH)), (1, (2,))):
         apart = torch.zeros(torch.Size(shape).numel() + 1, dtype=its[at].dtype)[1:].view(shape)
         assert not layers.again(*its[:at], apart, *its[at + 1 :], active)
-    monkeypatch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
-    assert not layers.again(*its, active)
     assert launched == []
+    monkeypatch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
+    assert not layers.again(*layer(), active)
+    assert launched == []
+
+
+def test_tables_that_were_resized_in_place_are_others(launched):
+    layers, active = WriteAndCast(), tables()
+    noted(layers, layer(), active)
+    for t in (active.table, active.bounds):
+        size = t.numel()
+        t.resize_(size - 1)
+        assert not layers.again(*layer(), active)
+        t.resize_(size)
+    assert layers.again(*layer(), active)
 
 
 def test_what_was_not_kept_is_not_made_again(launched):
@@ -140,5 +174,10 @@ def test_what_was_not_kept_is_not_made_again(launched):
     layers.note(*its[:4], E4M3, *its[4:], active)
     assert not layers.again(*its, active)
     noted(layers, layer(), active)
+    # A cast that was not launched: no request.
+    nobody = ActiveSlots.paged(torch.ones(0, 3, dtype=torch.int32), torch.ones(0, dtype=torch.int32), 4)
+    noted(layers, layer(), nobody)
+    assert not layers.again(*layer(), nobody)
+    assert not layers.again(*layer(), active)
     noted(layers, layer(tokens=0), active)
     assert not layers.again(*layer(tokens=0), active)
