@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,12 @@ CASES: dict[str, Case] = {
     "fault_half": _fault("half_applied"),
     "fault_removed": _fault("removed_while_serving", trigger=True),
     "fault_another": _fault("another_while_serving", trigger=True),
+    "fault_eager": replace(
+        _fault("serving_raises", trigger=True, disable_cuda_graph=True), against="no_graphs_off"
+    ),
+    "fault_again": replace(
+        _fault("repeated_launch_raises", trigger=True, disable_cuda_graph=True), against="no_graphs_off"
+    ),
     # So large a pool that one BF16 layer of it does not fit beside it: stock could not serve it at all.
     "no_room": Case({}, NO_ROOM, "off"),
     "no_room_off": Case(OFF, NO_ROOM),

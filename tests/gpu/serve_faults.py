@@ -109,6 +109,20 @@ def serving_raises() -> None:
     )
 
 
+def repeated_launch_raises() -> None:
+    """Graphs off: what launches a layer's kernels again, as the layer before did, raises while serving."""
+    from kvlab.kernels import layers
+
+    right = layers.WriteAndCast.again
+
+    def again(self: Any, buffer: Any, *rest: Any) -> Any:
+        if self._launches is not None and buffer.shape[0] > 4096 and _trigger().exists():
+            raise RuntimeError("injected: a repeated launch raises while serving")
+        return right(self, buffer, *rest)
+
+    layers.WriteAndCast.again = again
+
+
 def compile_fails() -> None:
     """Triton cannot compile any of kvlab's kernels; SGLang's own compile."""
     from triton.runtime.jit import JITFunction
@@ -190,6 +204,7 @@ FAULTS = {
         joint_is_wrong,
         capture_raises,
         serving_raises,
+        repeated_launch_raises,
         compile_fails,
         no_nvrtc,
         no_scratch,
