@@ -21,11 +21,14 @@ def kvlab_copy_stream(source, target, n, GROWTH: tl.constexpr, BLOCK: tl.constex
 def stream(
     source: torch.Tensor, target: torch.Tensor, *, block: int = 2048, warps: int = 8, grid: int = 8
 ) -> None:
-    """Copy `source`, or write it twice where `target` has twice its bytes. Contiguous, of 8-byte words."""
+    """Copy `source`, or write it twice where `target` has twice its bytes. Contiguous, of 8-byte words.
+
+    `grid` programs an SM share the blocks evenly; 0: a program a block, and the SMs take them as they come.
+    """
     words = source.numel() * source.element_size() // 8
     growth = target.numel() * target.element_size() // (8 * words)
     sms = torch.cuda.get_device_properties(source.device).multi_processor_count
-    kvlab_copy_stream[(grid * sms,)](
+    kvlab_copy_stream[(grid * sms or triton.cdiv(words, block),)](
         source.view(-1).view(torch.int64),
         target.view(-1).view(torch.int64),
         words,
