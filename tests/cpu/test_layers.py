@@ -103,6 +103,7 @@ OTHERS = {
     "a smaller pool": {"slots": 16},
     "int32 slots": {"loc": torch.int32},
     "another query dtype": {"q": torch.float16},
+    "another query dtype alone": {"q": torch.float16, "wide": torch.bfloat16},
     "another FP8": {"fp8": torch.float8_e5m2},
     "another wide dtype": {"wide": torch.float16},
     "rows without a middle": {"flat": True},
@@ -115,6 +116,7 @@ ALONE = {
     "rope of its own": (3, lambda t: t.contiguous()),
     "nope of another width": (2, lambda t: t[..., :-2]),
     "rope of another width": (3, lambda t: t[..., :-2]),
+    "fewer rows": (4, lambda t: t[:-1]),
     "a padded wide layer": (5, lambda t: torch.zeros(SLOTS, 1, WIDTH + 16, dtype=t.dtype)[..., :WIDTH]),
     "a longer wide layer": (5, lambda t: torch.zeros(SLOTS + 1, 1, WIDTH, dtype=t.dtype)),
 }
