@@ -145,7 +145,9 @@ class Runtime:
         """After a metadata hook: a new pass begins, perhaps a capture, perhaps a replay."""
         state = self._state(family, backend)
         state.generation += 1
-        state.standing.clear()
+        # Without graphs, what is kept for a pass is memory that another backend's pass is to find free.
+        for ended in (state,) if state.graphs else list(self._states.values()):
+            ended.standing.clear()
         key = (id(backend), step.mode, step.batch)
         state.graph = key if step.is_graph else None
         if step.is_graph and step.is_capture:

@@ -126,6 +126,10 @@ def test_the_installed_triton_is_known_and_another_would_not_be(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: None)
     direct.is_known.cache_clear()
     assert not direct.is_known()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    direct.is_known.cache_clear()
+    assert not direct.is_known(), "there a tensor's size decides on the variant too"
     direct.is_known.cache_clear()
 
 

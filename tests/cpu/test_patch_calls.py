@@ -233,6 +233,20 @@ def test_what_is_kept_of_a_step_is_let_go_of_with_its_metadata():
     assert [g() for g in gone] == [None] * 3
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_graphs_off_a_pass_of_another_backend_finds_nothing_kept(has_graphs):
+    """Prefill and decode may have a backend each."""
+    here, there = Backend(), Backend()
+    runtime = Runtime("shadow", is_strict=False, version=None)
+    if has_graphs:
+        for backend in (here, there):
+            runtime.graphs_ready("flashinfer_mla", backend)
+    first = one(here, runtime)
+    one(there, runtime)
+    runtime.metadata_ready("flashinfer_mla", there, Step("EXTEND", 1))
+    assert (one(here, runtime) is first) == has_graphs
+
+
 @pytest.mark.parametrize("which", ["_kv_indices_buf", "_kv_indptr_buf", "_qo_indptr_buf", "kv_indptr"])
 def test_flashinfer_s_tables_are_the_last_call_s_only_where_the_tensors_are(which):
     backend = Backend()

@@ -213,7 +213,7 @@ def write(path: Path, turns: list[Turn], found: list[dict[str, Any]]) -> None:
         "device": made["device"],
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
-        "pools": {t.name: t.rank.slots for t in turns},
+        "pools": {t.name: t.rank.setup.pool for t in turns},
         "points": found,
     }
     path.write_text(json.dumps(whole) + "\n", encoding="utf-8")
