@@ -29,7 +29,8 @@ def tickets_of(target: torch.Tensor) -> torch.Tensor:
     if not unused:
         if is_captured:  # then each replay zeroes them itself
             return torch.zeros(4, dtype=torch.int32, device=device)
-        unused.extend(torch.zeros(64, 4, dtype=torch.int32, device=device).unbind())
+        # 512 bytes, the least that torch gives.
+        unused.extend(torch.zeros(32, 4, dtype=torch.int32, device=device).unbind())
         if on_gpu:
             torch.cuda.current_stream(device).synchronize()
     return _tickets.setdefault((device, is_captured, place), unused.pop())
