@@ -22,6 +22,8 @@ class WriteAndCast:
         self._layout: tuple[Any, ...] = ()
         self._active: ActiveSlots | None = None
         self._launches: tuple[Any, Any, int] | None = None
+        # A stream and its counters' address.
+        self._tickets: tuple[int | None, int] = (None, 0)
 
     def again(
         self,
@@ -33,7 +35,10 @@ class WriteAndCast:
         wide: torch.Tensor,
         active: ActiveSlots,
     ) -> bool:
-        """Launch both, if these tensors are laid out as those that were `noted`; else nothing. True if so."""
+        """Launch both, if these tensors are laid out as those that were `noted`; else nothing. True if so.
+
+        Not while a graph is captured, which has counters of its own.
+        """
         launches = self._launches
         if (
             launches is None
@@ -48,10 +53,12 @@ class WriteAndCast:
             return False
         (run, function, packed, grid, rest), (run_2, function_2, packed_2, grid_2, rest_2), device = launches
         stream = current_stream(device)
+        if stream != self._tickets[0]:
+            self._tickets = stream, tickets_of(wide).data_ptr()
         run(grid, 1, 1, stream, function, packed, None, None, None, *at, *rest)
         run_2(
             *(grid_2, 1, 1, stream, function_2, packed_2, None, None, None),
-            *(codes, at[4], table, bounds, table, tickets_of(wide).data_ptr(), *rest_2),
+            *(codes, at[4], table, bounds, table, self._tickets[1], *rest_2),
         )
         return True
 

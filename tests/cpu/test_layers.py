@@ -24,7 +24,8 @@ def launched(monkeypatch):
         name = kernel.fn.__name__
 
         def run(x, y, z, stream, function, packed, metadata, enter, leave, *args):
-            assert (y, z, stream, function, packed) == (1, 1, 7, name, "packed")
+            assert (y, z, function, packed) == (1, 1, name, "packed")
+            assert stream in (7, 8)
             assert metadata is enter is leave is None
             told.append((name, x, args))
 
@@ -156,6 +157,17 @@ def test_nor_are_other_tables_tensors_off_16_bytes_or_launches_that_somebody_wat
     monkeypatch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
     assert not layers.again(*layer(), active)
     assert launched == []
+
+
+def test_casts_of_two_streams_draw_from_counters_of_their_own(launched, monkeypatch):
+    layers, active = WriteAndCast(), tables()
+    noted(layers, layer(), active)
+    counters = {stream: torch.zeros(4, dtype=torch.int32) for stream in (7, 8)}
+    for stream in (7, 8, 7):
+        monkeypatch.setattr("kvlab.kernels.layers.current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr("kvlab.kernels.layers.tickets_of", lambda wide, stream=stream: counters[stream])
+        assert layers.again(*layer(), active)
+        assert launched[-1][2][5] == counters[stream].data_ptr()
 
 
 def test_tables_that_were_resized_in_place_are_others(launched):
