@@ -484,7 +484,8 @@ def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
     assert wrapper._kv_indptr_buf.tolist() == [0, 5]
 
 
-def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(is_copied, monkeypatch):
     from kvlab.patch import hooks
 
     did = []
@@ -492,6 +493,10 @@ def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
     class Event:
         def record(self):
             did.append(("queued", id(self)))
+
+        def query(self):
+            did.append(("asked", id(self)))
+            return is_copied
 
         def synchronize(self):
             did.append(("copied", id(self)))
@@ -510,12 +515,13 @@ def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(monkeypatch):
         "queued",
         "planned",
         "queued",
-        "copied",
+        "asked",
+        *([] if is_copied else ["copied"]),
         "planned",
         "queued",
     ]
     # Each wrapper has pinned memory of its own: it waits for its own last copy.
-    assert did[4][1] == did[1][1] == did[6][1] != did[3][1]
+    assert did[4][1] == did[1][1] == did[-1][1] != did[3][1]
     did.clear()
     one.device = torch.device("cpu")
     plan(one, 1)
