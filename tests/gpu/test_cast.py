@@ -137,6 +137,44 @@ def test_gather_from_and_to_past_32_bits(huge):
         assert torch.equal(got, wide_bits(rows, part, torch.bfloat16))
 
 
+@pytest.mark.parametrize("way", ["ragged", "pages of 64 requests", "list"])
+def test_programs_draw_their_tiles_on_any_stream_and_in_graphs(way, device):
+    """Casts side by side on two streams, then a graph, then one more: none leaves a row out."""
+    slots, n = 200_000, 150_016
+    rows = torch.randint(0, 256, (slots, 1, ROW), dtype=torch.uint8, device=device).view(torch.float8_e5m2)
+    at = torch.randperm(slots, device=device, dtype=torch.int32)[:n]
+    active = ActiveSlots.ragged(at, torch.tensor([0, n], dtype=torch.int32, device=device))
+    if way == "list":
+        active = slot_list(active, list_for(slots, rows.device))
+    elif way != "ragged":
+        each = torch.full((64,), n // 64, dtype=torch.int32, device=device)
+        active = ActiveSlots.paged(at.view(64, -1), each, 1)
+    one, two = (untouched(slots, 1, ROW, dtype=torch.float16, device=device) for _ in range(2))
+    wanted = untouched(slots, 1, ROW, dtype=torch.float16, device=device).view(torch.int16)
+    wanted[at.long()] = wide_bits(rows, at.long(), torch.float16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(4):
+        shadow_cast(rows, one, active)
+        with torch.cuda.stream(side):
+            shadow_cast(rows, two, active)
+    torch.cuda.synchronize()
+    for shadow in (one, two):
+        assert torch.equal(shadow.view(torch.int16), wanted)
+        shadow.view(torch.int16).fill_(UNTOUCHED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        shadow_cast(rows, one, active)
+        shadow_cast(rows, two, active)
+    for _ in range(3):
+        graph.replay()
+    for shadow in (one, two):
+        assert torch.equal(shadow.view(torch.int16), wanted)
+        shadow.view(torch.int16).fill_(UNTOUCHED)
+    shadow_cast(rows, one, active)
+    assert torch.equal(one.view(torch.int16), wanted)
+
+
 def test_layers_that_are_slices_of_one_pool(device):
     pool = torch.randint(0, 256, (500, 3, ROW), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     case = ragged_case([300, 200], num_slots=500, seed=7, device=device)
