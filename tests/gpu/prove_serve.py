@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve()
 LENGTHS = (7, 33, 130, 515, 1500)
@@ -294,10 +294,23 @@ def gpu(how: int) -> Iterator[None]:
     """
     ids = os.environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")
     with contextlib.ExitStack() as held:
-        for name in sorted(ids):
-            lock = held.enter_context(Path(f"/tmp/kvlab-gpu-{name}.lock").open("w"))
-            fcntl.flock(lock, how)
+        locks = [held.enter_context(Path(f"/tmp/kvlab-gpu-{name}.lock").open("w")) for name in sorted(ids)]
+        # All or none: who waits for one GPU keeps no other from its turn.
+        while len(locks) > 1 and not all(map(_takes, locks, [how] * len(locks))):
+            for lock in locks:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            time.sleep(0.05)
+        if len(locks) == 1:
+            fcntl.flock(locks[0], how)
         yield
+
+
+def _takes(lock: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def answer(engine: Any, ids: list[int], new_tokens: int) -> dict[str, Any]:
