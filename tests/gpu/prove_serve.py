@@ -8,9 +8,9 @@
 
 Each case is a process of its own with one `sglang.Engine` in it, as a user would write it; what differs is
 environment variables and arguments. Requests go one after another, so that the composition of batches is the
-same in every server; then some together, each of which was asked alone before. `loaded` is `kvlab bench
-serve` of the whole depth, and an operator's commands against each of its servers. Run it where the installed
-kvlab is found, not in a checkout.
+same in every server; then some together. Servers of the `busy` cases answer while the others do: each prompt
+some times, held against two quiet servers. `loaded` is `kvlab bench serve` of the whole depth, and an
+operator's commands against each of its servers. Run it where the installed kvlab is found, not in a checkout.
 """
 
 import argparse
