@@ -15,8 +15,9 @@ from kvlab.kernels.reference import mla_attention
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAGE_SIZES = (0, 1, 3, 16, 64, 128)  # 0: token-level
-# The interpreter truncates to BF16 where a GPU rounds, which doubles BF16's share.
-BOUND = {torch.float16: 1e-3, torch.bfloat16: 2e-3 if torch.cuda.is_available() else 6e-3}
+# Rounding the output alone is 2^-9 of a value at most, which a short row may meet in all of its values. The
+# interpreter truncates to BF16 where a GPU rounds, which doubles that.
+BOUND = {torch.float16: 1e-3, torch.bfloat16: 3e-3 if torch.cuda.is_available() else 6e-3}
 PROPERTY = settings(
     max_examples=25,
     deadline=None,
