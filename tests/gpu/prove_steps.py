@@ -115,8 +115,9 @@ def take_turns(asked: argparse.Namespace) -> int:
     from kvlab.bench.step_child import point
 
     order = ordered(asked, asked.order)
-    asked.strategy, asked.pool = order[0]
-    rank = loaded(asked, graphs=True, batches=tuple(sorted(asked.batches)))
+    strategy, slots = order[0]
+    first = argparse.Namespace(**{**vars(asked), "strategy": strategy, "pool": slots})
+    rank = loaded(first, graphs=True, batches=tuple(sorted(asked.batches)))
     runs: list[Any] = []
     processes: list[Any] = []
     for turn, (strategy, slots) in enumerate(order):
@@ -234,8 +235,9 @@ def served(
     from kvlab.bench.sglang_rank import again
 
     if rank is None:
-        asked.strategy, asked.pool = strategy, slots
-        return loaded(asked, graphs=not asked.no_graphs, batches=batches)
+        # A copy: the pool that was asked for is still that of the others.
+        first = argparse.Namespace(**{**vars(asked), "strategy": strategy, "pool": slots})
+        return loaded(first, graphs=not asked.no_graphs, batches=batches)
     return again(rank, replace(rank.setup, strategy=strategy, pool=slots), keep=keep)
 
 
