@@ -53,11 +53,3 @@ def test_the_packaged_table_is_the_recorded_runs():
     again = json.loads((folder / "cuda-64-128.json").read_text())["times"]
     assert choice.from_runs(runs, folder.name, again) == packaged
     assert choice.from_runs(runs, folder.name) != packaged
-
-
-def test_the_same_bits_each_time_were_recorded_of_every_kernel():
-    recorded = json.loads((data.recorded() / "h200-decode-choice" / "repeat.json").read_text())
-    for kernel, rows in recorded["rows"].items():
-        for row in rows:
-            assert row["differing_replays_of_156"] == row["tickets"] == 0, (kernel, row)
-            assert row["largest_error"] < 0.002, (kernel, row)
