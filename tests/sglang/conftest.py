@@ -36,5 +36,7 @@ def _unpatched_afterwards(tmp_path, monkeypatch):
     monkeypatch.delenv("KVLAB_PATCH_STRICT", raising=False)
     yield
     from kvlab import patch
+    from kvlab.patch import api
 
     patch.remove()
+    api._captured.clear()
