@@ -3,8 +3,8 @@
 Under CUDA graphs it lasts: the graphs hold its address, also after `remove()`. It is zeroed once, so that
 slots which nobody cast are finite. Without graphs each call asks the caching allocator and gives back, as
 stock does; what attention kernels may touch beside the active rows (slot 0, the tails of last pages) is
-zeroed then. Never larger than stock's own: one layer of the largest pool. Beside it `shadow` and `gather`
-keep what names a step's slots: some bytes a slot, where a wide row has a thousand.
+zeroed then. Never larger than stock's own: one layer of the largest pool. Beside it `gather`, and
+`shadow` under graphs, keep what names a step's slots: some bytes a slot, where a wide row has a thousand.
 """
 
 from collections.abc import Sequence
