@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prove_patch import prompts, say
+from prove_patch import prompts, rank_arguments, say
 from prove_steps import ordered, served
 
 # Steps of a turn: not counted, and counted.
@@ -39,13 +39,8 @@ def main() -> int:
     parser.add_argument("--points", nargs="+", default=["decode:1x100", "decode:64x100", "extend:16x1024"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--profile", nargs="*", default=[], help="strategies whose calls are profiled, after")
-    parser.add_argument("--model", default="glm-5")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--pool", type=int, default=495_552)
+    rank_arguments(parser)
     parser.add_argument("--control-pool", type=int, default=132_608)
-    parser.add_argument("--backend", default="flashinfer")
-    parser.add_argument("--page-size", type=int, default=1)
     asked = parser.parse_args()
     asked.burn, asked.no_graphs = 0, True
     points = [Point(p) for p in asked.points]

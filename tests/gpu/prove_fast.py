@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prove_patch import PROMPTS, Digest, loaded, prompts, say
+from prove_patch import PROMPTS, Digest, loaded, prompts, rank_arguments, say
 
 WHAT = ("query", "row", "out")
 
@@ -26,13 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--strategy", default="fast")
-    parser.add_argument("--model", default="glm-5")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--pool", type=int, default=495_552)
+    rank_arguments(parser)
     parser.add_argument("--burn", type=int, default=0)
-    parser.add_argument("--backend", default="flashinfer")
-    parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--eager-steps", type=int, default=24)
     parser.add_argument("--runs", type=int, default=3)

@@ -30,6 +30,16 @@ ALONE = (0, 7, 15)
 SHARED, TAILS = 512, [1 + 19 * i for i in range(16)]
 
 
+def rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which rank is served, and over which pool and backend."""
+    parser.add_argument("--model", default="glm-5")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--pool", type=int, default=495_552)
+    parser.add_argument("--backend", default="flashinfer")
+    parser.add_argument("--page-size", type=int, default=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,13 +47,8 @@ def main() -> int:
         one = commands.add_parser(name)
         one.add_argument("out", type=Path)
         one.add_argument("--strategy", default="fast")
-        one.add_argument("--model", default="glm-5")
-        one.add_argument("--layers", type=int)
-        one.add_argument("--tp", type=int, default=8)
-        one.add_argument("--pool", type=int, default=495_552)
+        rank_arguments(one)
         one.add_argument("--burn", type=int, default=0, help="slots that somebody holds before every batch")
-        one.add_argument("--backend", default="flashinfer")
-        one.add_argument("--page-size", type=int, default=1)
     run = commands.choices["run"]
     run.add_argument("--contexts", type=int, nargs="*", default=[])
     run.add_argument("--batches", type=int, nargs="*", default=[])

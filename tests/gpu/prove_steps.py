@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from prove_pace import meter
-from prove_patch import loaded, say
+from prove_patch import loaded, rank_arguments, say
 
 # Waited steps of a turn within a round: not counted, timed, and with their graph between two events; replays.
 SETTLE, EVENTS, REPLAYS = 2, 4, 4
@@ -42,13 +42,8 @@ def main() -> int:
         one = commands.add_parser(name)
         one.add_argument("out", type=Path)
         one.add_argument("--order", nargs="+", required=True, help="STRATEGY or STRATEGY@POOL")
-        one.add_argument("--model", default="glm-5")
-        one.add_argument("--layers", type=int)
-        one.add_argument("--tp", type=int, default=8)
-        one.add_argument("--pool", type=int, default=495_552)
+        rank_arguments(one)
         one.add_argument("--control-pool", type=int, default=132_608)
-        one.add_argument("--backend", default="flashinfer")
-        one.add_argument("--page-size", type=int, default=1)
     turns = commands.choices["turns"]
     turns.add_argument("--contexts", type=int, nargs="+", required=True)
     turns.add_argument("--batches", type=int, nargs="+", required=True)
