@@ -73,12 +73,16 @@ class Runtime:
         # While a backend is built: what failed its check, by cause.
         self._failed: dict[str, list[str]] | None = None
         self._broken: dict[str, str] = {}
-        self.broken = 0
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
         for backend, state in before._states.items() if before is not None else ():
             # A backend is built once: what was seen then is still so.
             self._states[backend] = BackendState(state.family, state.server_args, state.graphs)
+
+    @property
+    def broken(self) -> int:
+        """How many strategies have failed while serving."""
+        return len(self._broken)
 
     def built(self, family: str, backend: Any, model_runner: Any) -> None:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
@@ -308,7 +312,6 @@ class Runtime:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
             self._broken[strategy] = f"failed while serving: {one_line(error)}"
-            self.broken = len(self._broken)
             self.say(f"{strategy} failed ({one_line(error)}); {outcome}, {strategy} is not used again")
         self.on_change(True)
 

@@ -63,7 +63,7 @@ def standing(
     runtime: Runtime, state: BackendState, site: Site, backend: Any, layer: Any, q: torch.Tensor, pool: Any
 ) -> Standing:
     """What stands for this call: the last decision where it holds, else a new one."""
-    rows = getattr(pool, "full_kv_pool", pool).kv_buffer[0]
+    rows = a_layer(pool)
     page_size = backend.page_size if site.family == "fa3" else 1
     heads, rank = getattr(layer, "tp_q_head_num", None), getattr(layer, "v_head_dim", None)
     kept = state.standing.get(site.kind)
