@@ -53,10 +53,12 @@ class Adapter(Protocol):
 class Swap:
     """Hand the kernel another index table for one call. `undo` puts the very tensors back."""
 
-    def __init__(self, targets: list[tuple[Any, str]], table: torch.Tensor) -> None:
-        self._was = [(owner, name, getattr(owner, name)) for owner, name in targets]
-        for owner, name in targets:
-            setattr(owner, name, table)
+    def __init__(self, targets: list[tuple[Any, str, Any]]) -> None:
+        """`targets`: owner, attribute and what it is for this call; an owner without it is left alone."""
+        there = [t for t in targets if hasattr(t[0], t[1])]
+        self._was = [(owner, name, getattr(owner, name)) for owner, name, _ in there]
+        for owner, name, value in there:
+            setattr(owner, name, value)
 
     def undo(self) -> None:
         for owner, name, was in self._was:
@@ -99,9 +101,16 @@ class FlashInferMLA:
 
     def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
         wrapper = self.wrapper(backend, kind)
-        # From 0.7 the wrapper hands the call to a planned backend that keeps its own reference.
-        owners = [wrapper, getattr(wrapper, "_planned_backend", None)]
-        return Swap([(o, "_kv_indices_buf") for o in owners if hasattr(o, "_kv_indices_buf")], table)
+        # From 0.7 the wrapper hands the call to a planned backend that keeps its own reference. From 0.7.4
+        # that one refuses rows that do not reach the largest page of the plan, which is the old table's.
+        planned = getattr(wrapper, "_planned_backend", None)
+        return Swap(
+            [
+                (wrapper, "_kv_indices_buf", table),
+                (planned, "_kv_indices_buf", table),
+                (planned, "_planned_kv_page_range", (0, 0)),
+            ]
+        )
 
     @staticmethod
     def wrapper(backend: Any, kind: str) -> Any:
@@ -161,7 +170,7 @@ class FlashAttention:
         )
 
     def swap(self, backend: Any, kind: str, table: torch.Tensor) -> Swap:
-        return Swap([(backend.forward_metadata, "page_table")], table)
+        return Swap([(backend.forward_metadata, "page_table", table)])
 
 
 def _is_cascade(backend: Any, kind: str, forward_batch: Any) -> bool:

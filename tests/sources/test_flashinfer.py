@@ -8,7 +8,9 @@ from kvlab.backends import decide, question, rules
 
 pytestmark = pytest.mark.sglang
 
-VERSIONS = ["0.6.3", "0.6.12", "0.7.2"]
+VERSIONS = ["0.6.3", "0.6.12", "0.7.2", "0.7.4"]
+# The SGLang that pins it; the newest for the others.
+BESIDE = {"0.6.3": "0.5.9", "0.6.12": "0.5.15.post1"}
 
 # Meta tensors and a stand-in for the device's capability: everything up to the kernel's launch is the
 # release's own.
@@ -16,7 +18,7 @@ _CALL = """
 import inspect, json, torch
 import flashinfer, flashinfer.mla
 core = inspect.getmodule(inspect.unwrap(flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla))
-check = core._check_trtllm_gen_mla_shape
+check = getattr(core, "_check_mla_functional_shape", None) or core._check_trtllm_gen_mla_shape
 takes = inspect.signature(check).parameters
 
 def said(call):
@@ -63,7 +65,7 @@ _DISPATCH = (
 from unittest import mock
 class Reached(Exception): pass
 def reach(*a, **k): raise Reached
-module = core.__dict__
+import contextlib, sys
 def decode(major, heads, nope, dtype, backend="auto"):
     page = 64
     query = torch.empty(1, 1, heads, 576, dtype=dtype, device="meta")
@@ -74,14 +76,14 @@ def decode(major, heads, nope, dtype, backend="auto"):
         "get_device_sm_count": lambda *_: 188,
         "device_support_pdl": lambda *_: False,
         "get_trtllm_gen_fmha_module": lambda: mock.Mock(trtllm_paged_attention_decode=reach),
+        "get_xqa_module_mla": reach,
     }
-    held = {k: v for k, v in stand_ins.items() if k in module}
-    import flashinfer.xqa as xqa, sys
-    xqa = sys.modules["flashinfer.xqa"]
-    held_xqa = {k: v for k, v in {
-        "get_compute_capability": lambda *_: (major, 0), "is_sm12x_supported": lambda *_: major == 12,
-        "get_xqa_module_mla": reach}.items() if k in xqa.__dict__}
-    with mock.patch.dict(module, held), mock.patch.dict(xqa.__dict__, held_xqa):
+    import flashinfer.xqa
+    with contextlib.ExitStack() as held:
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("flashinfer.mla", "flashinfer.xqa")) and hasattr(module, "__dict__"):
+                there = {k: v for k, v in stand_ins.items() if k in vars(module)}
+                held.enter_context(mock.patch.dict(vars(module), there))
         try:
             core.trtllm_batch_decode_with_kv_cache_mla(
                 query, cache, torch.empty(1 << 24, dtype=torch.uint8, device="meta"), nope, 512, 64,
@@ -104,9 +106,9 @@ def test_dispatch_on_sm120_refuses_what_the_answer_says(in_flashinfer, version):
         " 'whole': decode(12, 128, 128, f8)}))"
     )
     found = json.loads(in_flashinfer(version, code).splitlines()[-1])
-    sglang = {"0.6.3": "0.5.9", "0.6.12": "0.5.15.post1", "0.7.2": "0.5.23"}[version]
     for name, model in (("glm5", "glm-5"), ("deepseek", "deepseek-v3")):
-        verdict = {v.backend: v for v in decide(question(model, "rtx-pro-6000", sglang))}["trtllm_mla"]
+        q = question(model, "rtx-pro-6000", BESIDE.get(version, "0.5.23"), flashinfer=version)
+        verdict = {v.backend: v for v in decide(q)}["trtllm_mla"]
         assert verdict.works is False
         if found[name] == "kernel":
             # 0.6.3 starts its 128-head kernel on any number of heads: the answer says that nothing checks.
@@ -116,16 +118,16 @@ def test_dispatch_on_sm120_refuses_what_the_answer_says(in_flashinfer, version):
     assert found["whole"] == "kernel"
 
 
-@pytest.mark.parametrize("version", ["0.6.3", "0.6.12"])
+@pytest.mark.parametrize("version", ["0.6.3", "0.6.12", "0.7.4"])
 def test_dispatch_on_sm100_reaches_the_kernel_unless_the_answer_refuses(in_flashinfer, version):
     code = _DISPATCH + (
         "f8 = torch.float8_e4m3fn\n"
         "print(json.dumps({'glm5': decode(10, 8, 192, f8), 'deepseek': decode(10, 16, 128, f8)}))"
     )
     found = json.loads(in_flashinfer(version, code).splitlines()[-1])
-    sglang = {"0.6.3": "0.5.9", "0.6.12": "0.5.15.post1"}[version]
     for name, model in (("glm5", "glm-5"), ("deepseek", "deepseek-v3")):
-        verdict = {v.backend: v for v in decide(question(model, "b200", sglang))}["trtllm_mla"]
+        q = question(model, "b200", BESIDE.get(version, "0.5.23"), flashinfer=version)
+        verdict = {v.backend: v for v in decide(q)}["trtllm_mla"]
         assert (found[name] == "kernel") is verdict.works
         if not verdict.works:
             assert found[name] in verdict.reason
@@ -146,3 +148,77 @@ def test_inspection_reads_what_inspect_getsource_reads(in_flashinfer, version):
     wrapper = inspection.wrapper(version)
     for name, text in found.items():
         assert wrapper.method(name).source == text
+
+
+_SWAP = """
+import json, sys, torch
+from types import SimpleNamespace
+from unittest import mock
+import flashinfer.mla
+from kvlab.patch import casts
+from kvlab.patch.reads import FlashInferMLA
+from kvlab.plans.release import OnCPU
+
+calls = []
+
+class Kernel:
+    def plan(self, *args):
+        return [0]
+
+    def run(self, *args):
+        ckv, kpe, indices = args[5:8]
+        calls.append(torch.cat([ckv, kpe], dim=-1)[indices[:4].long()])
+
+stand_ins = {
+    "get_batch_mla_module": lambda *a, **k: Kernel(), "determine_mla_backend": lambda device: "fa2",
+    "get_compute_capability": lambda device: (9, 0), "get_device_sm_count": lambda device: 132,
+    "_get_fa_shared_memory_limits": lambda device: (233472, 232448),
+}
+for name, module in list(sys.modules.items()):
+    if name.startswith("flashinfer.mla"):
+        for there in stand_ins.keys() & vars(module).keys():
+            setattr(module, there, stand_ins[there])
+
+slots, heads = 64, 8
+rows = torch.randn(slots, 1, 576).to(torch.float8_e4m3fn)
+slots_read = torch.tensor([60, 3, 60, 41], dtype=torch.int32)
+bounds = torch.tensor([0, 1, 4], dtype=torch.int32)
+with OnCPU():
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+        torch.zeros(64 << 20, dtype=torch.uint8), backend="fa2")
+    wrapper.plan(torch.arange(3, dtype=torch.int32), bounds, slots_read, bounds.diff(), heads, 512, 64, 1,
+        False, 0.1, torch.bfloat16, torch.bfloat16)
+backend = SimpleNamespace(forward_metadata=SimpleNamespace(decode_wrapper=wrapper), kv_indptr=bounds)
+q = torch.randn(2, heads, 576).to(torch.bfloat16)
+
+def run(wide):
+    wrapper.run(q[..., :512], q[..., 512:], wide[..., :512], wide[..., 512:])
+
+run(rows.to(torch.bfloat16))
+# The first run notes that it warned of what it calls old-fashioned.
+owners = [o for o in (wrapper, getattr(wrapper, "_planned_backend", None)) if o is not None]
+was = [dict(vars(o)) for o in owners]
+adapter = FlashInferMLA()
+found = casts.slot_map(adapter.reads(backend, "decode", None, None).tables[0], slots, None)
+swap = adapter.swap(backend, "decode", found.new_indices)
+# Three distinct rows: fewer than the largest slot that the plan saw.
+run(casts.gather(rows, torch.empty(3, 1, 576, dtype=torch.bfloat16), found))
+swap.undo()
+run(rows.to(torch.bfloat16))
+same = lambda o, kept: all(vars(o)[k] is v for k, v in kept.items()) and vars(o).keys() == kept.keys()
+print(json.dumps([
+    [torch.equal(calls[0], c) for c in calls], torch.equal(calls[0], rows.bfloat16()[slots_read.long()]),
+    [same(o, kept) for o, kept in zip(owners, was)]]))
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_another_index_table_is_taken_for_one_call(in_flashinfer, version):
+    """A planned wrapper of the release reads compact rows through the swapped table, and is as it was after.
+
+    From 0.7.4 `run` also holds the rows to the range of pages that the plan saw.
+    """
+    seen, is_stock, is_restored = json.loads(in_flashinfer(version, _SWAP).splitlines()[-1])
+    assert seen == [True] * 3
+    assert is_stock
+    assert set(is_restored) == {True}
