@@ -102,8 +102,8 @@ def _upgrade(q: Question, verdicts: list[Verdict]) -> Option | None:
     """The first later release whose own default on this card avoids the cast, where this one's does not."""
     if any(v.default and _avoids(v) for v in verdicts):
         return None
-    known = rules.releases()
-    for release in known[known.index(q.sglang) + 1 :]:
+    known = (r for r in rules.releases() if rules.version_key(r) > rules.version_key(q.sglang))
+    for release in known:
         pinned = rules.load("sglang", release)["pins"]["flashinfer-python"]
         later = msgspec.structs.replace(q, sglang=release, flashinfer=pinned)
         try:

@@ -100,9 +100,9 @@ def question(
     geometry, card = models.load(model), gpus.lookup(gpu)
     if card.compute_capability is None:
         raise BadInput(f"--gpu {gpu}: its compute capability is not known; name a card of the sheet")
-    pinned = rules.load("sglang", sglang)["pins"]["flashinfer-python"]
+    pinned = live.load("sglang", sglang)["pins"]["flashinfer-python"]
     chosen = flashinfer or pinned
-    rules.load("flashinfer-python", chosen)
+    live.load("flashinfer-python", chosen)
     alias = {"fp8": "fp8_e4m3", "bfloat16": "bf16", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
     dtype = alias.get(kv_dtype, kv_dtype)
     if dtype not in KV_DTYPES:

@@ -10,7 +10,14 @@ from typing import Any
 from kvlab.backends import probe
 from kvlab.backends.sources import Module, Tree
 
-CHECK = "_check_trtllm_gen_mla_shape"
+# SGLang's entry point calls the first of these that a release has; from 0.7.4 the other is one adapter's own.
+CHECKS = ("_check_mla_functional_shape", "_check_trtllm_gen_mla_shape")
+# The entry point of MLA decode, where its body is in a function of its own before it.
+DECODE = (
+    "_mla_with_kv_cache_impl",
+    "_trtllm_batch_decode_with_kv_cache_mla_impl",
+    "trtllm_batch_decode_with_kv_cache_mla",
+)
 NOPE = (64, 128, 192, 256)
 HEAD_DIMS = ((192, 128), (256, 256), (128, 128))  # (QK, V): DeepSeek, GLM-5, the smaller MLA models
 LATENT = ((512, 64), (512, 0), (256, 64))
@@ -44,6 +51,23 @@ def _modules(tree: Tree) -> list[Module]:
     return first + [m for m in tree.modules("flashinfer/mla/**/*.py") if m not in first]
 
 
+def check_parts(tree: Tree) -> list[tuple[Module, ast.FunctionDef]]:
+    """The shape check, and behind it the functions of flashinfer that it calls; empty where there is none."""
+    found = next((f for name in CHECKS if (f := find(tree, name))), None)
+    parts = [found] if found else []
+    utils = tree.module("flashinfer/utils.py")
+    for _, node in parts:
+        for call in (n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)):
+            name = ast.unparse(call.func)
+            if not name.startswith("_") or any(n.name == name for _, n in parts):
+                continue
+            if part := find(tree, name):
+                parts.append(part)
+            elif utils and (helper := utils.function(name)):
+                parts.append((utils, helper))
+    return parts
+
+
 def shape_check(tree: Tree) -> Any:
     """The release's own shape check as a function of keyword arguments, or None where it has none.
 
@@ -52,29 +76,28 @@ def shape_check(tree: Tree) -> Any:
     """
     import torch
 
-    found = find(tree, CHECK)
-    if found is None:
+    parts = check_parts(tree)
+    if not parts:
         return None
-    module, _ = found
     scope: dict[str, Any] = {"torch": torch, "__name__": __name__}
     # The check compares with dimension tables that stand beside it.
-    for node in module.ast.body:
-        name = getattr(node, "name", None) or (
-            ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
-        )
-        if (
-            name == "MLAHeadDimensions"
-            or name.lower().endswith("mla_dimensions")
-            or name == "supported_mla_head_dimensions"
-        ):
-            body = ast.Module([ast.parse("from dataclasses import dataclass").body[0], node], [])
-            exec(compile(ast.fix_missing_locations(body), module.rel, "exec"), scope)
-    utils = tree.module("flashinfer/utils.py")
-    if utils and utils.function("_check_block_tables_shape"):
-        scope["_check_block_tables_shape"] = utils.real(
-            "_check_block_tables_shape", probe.namespace({"torch": torch}, {})
-        )
-    function = module.real(CHECK, {k: v for k, v in scope.items() if k != "__builtins__"})
+    for module in dict.fromkeys(m for m, _ in parts):
+        for node in module.ast.body:
+            name = getattr(node, "name", None) or (
+                ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+            )
+            if (
+                name == "MLAHeadDimensions"
+                or name.lower().endswith("mla_dimensions")
+                or name == "supported_mla_head_dimensions"
+            ):
+                body = ast.Module([ast.parse("from dataclasses import dataclass").body[0], node], [])
+                exec(compile(ast.fix_missing_locations(body), module.rel, "exec"), scope)
+    scope = probe.namespace({k: v for k, v in scope.items() if k != "__builtins__"}, {})
+    # Those that are called before those that call them.
+    for module, node in reversed(parts):
+        scope[node.name] = module.real(node.name, scope)
+    function = scope[parts[0][1].name]
     takes = inspect.signature(function).parameters
     defaults = {
         "sparse_mla_top_k": 0,
@@ -113,19 +136,25 @@ def call_shape_check(
 
 def _mla_shape(tree: Tree) -> dict[str, Any] | None:
     """Which head dimensions the check admits, found by running it; and the line that refuses."""
-    check, found = shape_check(tree), find(tree, CHECK)
-    if check is None or found is None:
+    check = shape_check(tree)
+    if check is None:
         return None
-    module, node = found
     refused = {nope: call_shape_check(check, nope=nope) for nope in NOPE}
     latent = [
         list(pair)
         for pair in LATENT
         if not call_shape_check(check, nope=64 if pair[0] == 256 else 128, latent=pair)
     ]
-    branch = next((b for b in probe.ifs(node) if "qk_nope_head_dim" in ast.unparse(b.test)), None)
-    branch = branch or next(
-        b for b in probe.ifs(node) if "dimensions" in ast.unparse(b.test).lower() and probe.raises(b.body)
+    branches = [(m, b) for m, node in check_parts(tree) for b in probe.ifs(node)]
+    named = [(m, b) for m, b in branches if "qk_nope_head_dim" in ast.unparse(b.test)]
+    module, branch = next(
+        iter(named)
+        if named
+        else (
+            (m, b)
+            for m, b in branches
+            if "dimensions" in ast.unparse(b.test).lower() and probe.raises(b.body)
+        )
     )
     return {
         "qk_nope_head_dim": [n for n in NOPE if refused[n] is None],
@@ -137,15 +166,15 @@ def _mla_shape(tree: Tree) -> dict[str, Any] | None:
 
 def _block_num(tree: Tree) -> dict[str, Any] | None:
     """The check that page-table width times page size is a multiple of 128 tokens."""
-    found = find(tree, CHECK)
-    for branch in probe.ifs(found[1]) if found else []:
-        test = ast.unparse(branch.test)
-        if "block_num % (128 / block_size)" in test:
-            return {
-                "optional": test.startswith("require_aligned"),
-                "says": probe.message(probe.raises(branch.body)),
-                **found[0].quote(branch),
-            }
+    for module, node in check_parts(tree):
+        for branch in probe.ifs(node):
+            test = ast.unparse(branch.test)
+            if "block_num % (128 / block_size)" in test:
+                return {
+                    "optional": test.startswith("require_aligned"),
+                    "says": probe.message(probe.raises(branch.body)),
+                    **module.quote(branch),
+                }
     return None
 
 
@@ -164,18 +193,15 @@ def _xqa(tree: Tree) -> dict[str, Any] | None:
     found = find(tree, "trtllm_batch_decode_with_kv_cache_mla")
     module = found[0] if found else None
     auto = None
-    for name in ("_trtllm_batch_decode_with_kv_cache_mla_impl", "trtllm_batch_decode_with_kv_cache_mla"):
+    for name in DECODE:
         where = find(tree, name)
         for branch in probe.ifs(where[1]) if where else []:
-            for node in ast.walk(branch) if ast.unparse(branch.test) == "backend == 'auto'" else ():
+            test = ast.unparse(branch.test)
+            for node in ast.walk(branch) if test.removeprefix("resolved_") == "backend == 'auto'" else ():
                 if isinstance(node, ast.Assign) and "'xqa'" in ast.unparse(node.value):
                     auto = auto or where[0].quote(node)
     facts: dict[str, Any] = {"auto": auto, "device": None, "dtypes": None, "heads": None}
-    for name in (
-        "xqa_batch_decode_with_kv_cache_mla",
-        "_trtllm_batch_decode_with_kv_cache_mla_impl",
-        "trtllm_batch_decode_with_kv_cache_mla",
-    ):
+    for name in ("xqa_batch_decode_with_kv_cache_mla", *DECODE):
         where = find(tree, name)
         for branch in probe.ifs(where[1]) if where else []:
             raised = probe.raises(branch.body)
@@ -206,7 +232,7 @@ def _xqa(tree: Tree) -> dict[str, Any] | None:
 
 def _cute_dsl(tree: Tree) -> dict[str, Any] | None:
     """Where `backend="cute-dsl"` is offered for MLA decode and what it needs."""
-    for name in ("_trtllm_batch_decode_with_kv_cache_mla_impl", "trtllm_batch_decode_with_kv_cache_mla"):
+    for name in DECODE:
         where = find(tree, name)
         for branch in probe.ifs(where[1]) if where else []:
             if "'cute-dsl'" in ast.unparse(branch.test):

@@ -80,6 +80,11 @@ def releases(package: str = "sglang") -> list[str]:
     return sorted((m[1] for m in found if m), key=version_key)
 
 
+def is_known(package: str, release: str) -> bool:
+    """Are there committed rules of this release?"""
+    return f"{package}-{release}" in _files()
+
+
 @cache
 def load(package: str, release: str) -> Rules:
     """The rules of a release. Raises BadInput: an unknown release gets the nearest known, one newer than
@@ -105,7 +110,7 @@ def nearest(package: str, release: str) -> list[str]:
 
 
 def _unknown(package: str, release: str) -> str:
-    option = "--sglang" if package == "sglang" else "--flashinfer"
+    option = {"sglang": "--sglang", "flashinfer-python": "--flashinfer"}.get(package, package)
     known = releases(package)
     if re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?", release) and version_key(release) > version_key(known[-1]):
         return (

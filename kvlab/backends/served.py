@@ -107,7 +107,7 @@ def run(
     """
     from kvlab import dummy, gpus
     from kvlab import models as shapes
-    from kvlab.backends import decide, question
+    from kvlab.backends import decide, live, question
 
     runner = next((m for m in _RUNNERS if _exists(m)), None)
     card = gpus.live()
@@ -132,7 +132,7 @@ def run(
         for model in models:
             config = dummy.rank_config(shapes.load(model), layers=layers)
             folder = dummy.write_rank(Path(scratch) / model, config)
-            q = question(str(folder), card.key, release, tp=1)
+            q = question(str(folder), card.key, release, flashinfer=live.here("flashinfer-python"), tp=1)
             for verdict in decide(q):
                 if verdict.reason.startswith("serves ") or "." in verdict.backend:
                     continue

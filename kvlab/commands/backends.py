@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
         gpu: str = typer.Option("", help="Card, e.g. h200 or rtx-pro-6000; live for this machine's."),
         sglang: str = typer.Option("", help="SGLang release, e.g. 0.5.9; the installed one by default."),
         flashinfer: str = typer.Option(
-            "", help="flashinfer release; the one that the SGLang pins by default."
+            "",
+            help="flashinfer release; the one that the SGLang pins, or beside the installed SGLang its own.",
         ),
         kv_dtype: str = typer.Option("fp8_e4m3", help="fp8_e4m3, fp8_e5m2 or bf16."),
         tp: int = typer.Option(
@@ -34,7 +35,11 @@ def register(app: typer.Typer) -> None:
         if matrix:
             _matrix(model, gpu, sglang, kv_dtype, tp, as_json)
             return
-        sglang = sglang or _installed()
+        from kvlab.backends import live
+
+        if not sglang:
+            sglang = live.here("sglang") or ""
+            flashinfer = flashinfer or live.here("flashinfer-python") or ""
         for name, value in (("--model", model), ("--gpu", gpu), ("--sglang", sglang)):
             if not value:
                 raise BadInput(
@@ -62,15 +67,6 @@ def register(app: typer.Typer) -> None:
             _table(q, verdicts, advise(q, verdicts))
 
 
-def _installed() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _print(value: object) -> None:
     import msgspec
 
@@ -78,10 +74,10 @@ def _print(value: object) -> None:
 
 
 def _matrix(model: str, gpu: str, sglang: str, kv_dtype: str, tp: int, as_json: bool) -> None:
-    from kvlab.backends import matrix, rules
+    from kvlab.backends import live, matrix
 
     for release in filter(None, sglang.split(",")):
-        rules.load("sglang", release)
+        live.load("sglang", release)
     found = matrix.build(
         model.split(",") if model else matrix.MODELS,
         gpu.split(",") if gpu else matrix.GPUS,

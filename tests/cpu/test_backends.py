@@ -277,6 +277,40 @@ def test_the_installed_release_decides(tmp_path, monkeypatch):
     live.load.cache_clear()
 
 
+def test_an_installed_release_without_rules_answers_from_its_source_or_not_at_all(tmp_path, monkeypatch):
+    """A release newer than this package: never another one's rules in its place."""
+    path = tmp_path / "triton" / "backends" / "nvidia" / "compiler.py"
+    path.parent.mkdir(parents=True)
+    tree = sources.Tree("triton", "99.0", tmp_path)
+    monkeypatch.setattr(sources, "installed", lambda package: tree if package == "triton" else None)
+    live.load.cache_clear()
+    path.write_text("def f(capability, kinds):\n    if capability >= 90:\n        kinds.add('fp8e4nv')\n")
+    found = live.load("triton", "99.0")
+    assert (found["e4m3"]["capability"], found.origin) == (90, "installed; no committed rules")
+    live.load.cache_clear()
+    sources._module.cache_clear()
+    path.write_text("nothing = 1\n")
+    with pytest.raises(BadInput, match=r"triton 99\.0: newer than .* it is installed, and its source"):
+        live.load("triton", "99.0")
+    with pytest.raises(BadInput, match="newer than"):
+        live.load("triton", "99.1")
+
+
+def test_the_flashinfer_beside_an_installed_sglang_answers_unless_another_is_asked_for(capsys, monkeypatch):
+    here = {"sglang": "0.5.23", "flashinfer-python": "0.7.4"}
+    monkeypatch.setattr(live, "here", here.get)
+    case = ("--model", "glm-5", "--gpu", "h200", "--json")
+    assert rules.load("sglang", "0.5.23")["pins"]["flashinfer-python"] == "0.7.2"
+    for args, wanted in (
+        ((), "0.7.4"),
+        (("--flashinfer", "0.7.1"), "0.7.1"),
+        (("--sglang", "0.5.23"), "0.7.2"),
+    ):
+        code, out, err = run(capsys, *case, *args)
+        assert (code, err) == (0, "")
+        assert json.loads(out)["flashinfer"] == wanted
+
+
 def test_history_says_where_each_check_changed():
     nope = history.changes("qk_nope_head_dim of MLA decode")
     assert [(s.first, s.mood) for s in nope] == [("0.6.0", "refuses"), ("0.6.5", "open"), ("0.6.6", "open")]

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvlab.backends import extract, reproduce, rules, sources
+from kvlab.backends import decide, extract, live, question, reproduce, rules, sources
+from kvlab.errors import BadInput
 
 pytestmark = pytest.mark.sglang
 
@@ -20,6 +22,7 @@ RELEASES = [
     ("flashinfer-python", "0.6.3"),
     ("flashinfer-python", "0.6.12"),
     ("flashinfer-python", "0.7.2"),
+    ("flashinfer-python", "0.7.4"),
     ("sgl-kernel", "0.3.21"),
     ("sgl-flash-mla", "1.0.0"),
 ]
@@ -73,6 +76,14 @@ MUTATIONS = [
         "xqa",
     ),
     (
+        "flashinfer-python",
+        "0.7.4",
+        "flashinfer/mla/_utils.py",
+        "kv_lora_rank == nope_mla_dimensions.kv_lora_rank",
+        "kv_lora_rank < nope_mla_dimensions.kv_lora_rank",
+        "mla_shape",
+    ),
+    (
         "sgl-kernel",
         "0.3.21",
         "sgl_kernel/attention.py",
@@ -101,6 +112,30 @@ def test_a_changed_source_is_noticed(package, version, file, old, new, fact, tmp
             extract.facts(changed)
         return
     assert msgspec.json.decode(msgspec.json.encode(extract.facts(changed)))[fact] != committed[fact]
+
+
+@pytest.mark.parametrize("package", ["sglang", "flashinfer-python"])
+def test_a_release_that_is_not_known_yet_is_read_where_it_is_installed(package, monkeypatch, tmp_path):
+    """The newest source under a later number answers as the newest; what it lacks is not guessed at."""
+    newest = rules.releases(package)[-1]
+    tree = sources.Tree(package, "99.0", sources.fetch(package, newest).root)
+    monkeypatch.setattr(sources, "installed", lambda name: tree if name == package else None)
+    live.load.cache_clear()
+    found = live.load(package, "99.0")
+    assert found.facts == {**rules.load(package, newest).facts, "release": "99.0"}
+    asked = {"sglang": "99.0"} if package == "sglang" else {"sglang": "0.5.23", "flashinfer": "99.0"}
+    verdicts = decide(question("glm-5", "h200", **asked))
+    assert all(v.reason for v in verdicts)
+    moved = {
+        "sglang": "sglang/srt/layers/attention/flashattention_backend.py",
+        "flashinfer-python": "flashinfer/prefill.py",
+    }[package]
+    shutil.copytree(tree.root, tmp_path / "tree", ignore=lambda _, names: {Path(moved).name} & set(names))
+    tree = sources.Tree(package, "99.0", tmp_path / "tree")
+    live.load.cache_clear()
+    with pytest.raises(BadInput, match=r"99\.0: newer than .* it is installed, and its source"):
+        question("glm-5", "h200", **asked)
+    live.load.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.15.post1", "0.5.23"])
