@@ -150,13 +150,14 @@ def test_inspection_reads_what_inspect_getsource_reads(in_flashinfer, version):
         assert wrapper.method(name).source == text
 
 
-_SWAP = """
+# A planned wrapper over four of a pool's rows; its compiled kernel notes the rows that it would read.
+_WRAPPER = """
 import json, sys, torch
 from types import SimpleNamespace
-from unittest import mock
 import flashinfer.mla
 from kvlab.patch import casts
 from kvlab.patch.reads import FlashInferMLA
+from kvlab.patch.strategies.native import PlanKV
 from kvlab.plans.release import OnCPU
 
 calls = []
@@ -167,7 +168,7 @@ class Kernel:
 
     def run(self, *args):
         ckv, kpe, indices = args[5:8]
-        calls.append(torch.cat([ckv, kpe], dim=-1)[indices[:4].long()])
+        calls.append(torch.cat([ckv, kpe], dim=-1).view(torch.uint8)[indices[:4].long()].view(ckv.dtype))
 
 stand_ins = {
     "get_batch_mla_module": lambda *a, **k: Kernel(), "determine_mla_backend": lambda device: "fa2",
@@ -186,14 +187,19 @@ bounds = torch.tensor([0, 1, 4], dtype=torch.int32)
 with OnCPU():
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
         torch.zeros(64 << 20, dtype=torch.uint8), backend="fa2")
-    wrapper.plan(torch.arange(3, dtype=torch.int32), bounds, slots_read, bounds.diff(), heads, 512, 64, 1,
+    planned = wrapper if WIDE else PlanKV(wrapper, torch.float8_e4m3fn)
+    planned.plan(torch.arange(3, dtype=torch.int32), bounds, slots_read, bounds.diff(), heads, 512, 64, 1,
         False, 0.1, torch.bfloat16, torch.bfloat16)
 backend = SimpleNamespace(forward_metadata=SimpleNamespace(decode_wrapper=wrapper), kv_indptr=bounds)
 q = torch.randn(2, heads, 576).to(torch.bfloat16)
 
-def run(wide):
-    wrapper.run(q[..., :512], q[..., 512:], wide[..., :512], wide[..., 512:])
-
+def run(rows, wrapper=wrapper):
+    wrapper.run(q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:])
+"""
+_SWAP = (
+    "WIDE = True\n"
+    + _WRAPPER
+    + """
 run(rows.to(torch.bfloat16))
 # The first run notes that it warned of what it calls old-fashioned.
 owners = [o for o in (wrapper, getattr(wrapper, "_planned_backend", None)) if o is not None]
@@ -210,6 +216,22 @@ print(json.dumps([
     [torch.equal(calls[0], c) for c in calls], torch.equal(calls[0], rows.bfloat16()[slots_read.long()]),
     [same(o, kept) for o, kept in zip(owners, was)]]))
 """
+)
+_NATIVE = (
+    "WIDE = False\n"
+    + _WRAPPER
+    + """
+from kvlab.patch.strategies.native import Native, flashinfer_refusal
+call = SimpleNamespace(backend=backend, kind="decode", undo=[], facts=SimpleNamespace(fp8=rows.dtype))
+Native().enter(call)
+run(rows, backend.forward_metadata.decode_wrapper)
+for undo in call.undo:
+    undo()
+print(json.dumps([
+    flashinfer_refusal(), str(calls[0].dtype), torch.equal(calls[0].float(), rows[slots_read.long()].float()),
+    backend.forward_metadata.decode_wrapper is wrapper]))
+"""
+)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -222,3 +244,12 @@ def test_another_index_table_is_taken_for_one_call(in_flashinfer, version):
     assert seen == [True] * 3
     assert is_stock
     assert set(is_restored) == {True}
+
+
+@pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.2", "0.7.4"])
+def test_a_wrapper_planned_for_fp8_rows_takes_them_as_they_are(in_flashinfer, version):
+    """What `native` relies on: the plan's last argument, the wrapper's word of it, the scales of `run`."""
+    refusal, dtype, is_stock, is_restored = json.loads(in_flashinfer(version, _NATIVE).splitlines()[-1])
+    assert (refusal, dtype) == (None, "torch.float8_e4m3fn")
+    assert is_stock
+    assert is_restored
