@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvlab.kernels.cast import Tuning
+from kvlab.kernels.cast_cut import Tuning, widest_unit
 from kvlab.kernels.chip import chip, early_launch, starts_early
 from kvlab.kernels.direct import Direct
 from kvlab.kernels.kv_write import edge_codes, new_row
@@ -285,7 +285,7 @@ def write_cast(
     def constants() -> dict[str, Any]:
         over, inf, nan, negative = edge_codes(fp8, dtype, device)
         width = rank + rope_width
-        unit = next(u for u in (16, 8, 4, 2, 1) if u <= cut.unit and width % u == 0)
+        unit = widest_unit(width, cut.unit)
         few = min(unit, 8)
         return {
             "NOPE": rank,

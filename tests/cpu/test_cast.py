@@ -25,7 +25,6 @@ from kvlab.errors import BadInput
 from kvlab.kernels import reference
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.cast import (
-    compact_rows,
     gather_cast,
     list_for,
     map_workspace,
@@ -33,6 +32,7 @@ from kvlab.kernels.cast import (
     slot_list,
     slot_map,
 )
+from kvlab.kernels.slot_map import compact_rows
 from kvlab.kernels.tickets import tickets_of
 
 WIDTH = 80

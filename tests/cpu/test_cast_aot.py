@@ -43,7 +43,7 @@ def cast_spec(
     }
     return Spec(
         name=f"{name} {fmt} {wide} {'native' if native else 'bytes'}",
-        kernel="kvlab.kernels.cast:kvlab_cast",
+        kernel="kvlab.kernels.cast_kernel:kvlab_cast",
         signature={"rows": fp8 if native else "*u8", "out": f"*{wide}"} | LAYER,
         constexprs=constexprs | changed,
         divisible=ALIGNED,
