@@ -5,7 +5,7 @@ and makes them again for a layer whose tensors are laid out alike: eager serving
 most of what a launch costs it is finding out what to launch.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,26 +15,29 @@ from kvlab.kernels.direct import current_stream, has_hooks
 from kvlab.kernels.tickets import tickets_of
 
 
+class NewRows(Protocol):
+    """What `kv_write.write` writes. `layout`: all that these tensors are but where, () where nobody asked."""
+
+    buffer: torch.Tensor
+    loc: torch.Tensor
+    nope: torch.Tensor
+    rope: torch.Tensor
+    fp8: torch.dtype
+    layout: tuple[Any, ...]
+
+
 class WriteAndCast:
     """Of a step: `kv_write.write(…, clear=wide)` and `cast.shadow_cast(rows, wide, active)`."""
 
     def __init__(self) -> None:
+        self._new: tuple[Any, ...] = ()
         self._layout: tuple[Any, ...] = ()
         self._active: ActiveSlots | None = None
         self._launches: tuple[Any, Any, int] | None = None
         # A stream and its counters' address.
         self._tickets: tuple[int | None, int] = (None, 0)
 
-    def again(
-        self,
-        buffer: torch.Tensor,
-        loc: torch.Tensor,
-        nope: torch.Tensor,
-        rope: torch.Tensor,
-        rows: torch.Tensor,
-        wide: torch.Tensor,
-        active: ActiveSlots,
-    ) -> bool:
+    def again(self, new: NewRows, rows: torch.Tensor, wide: torch.Tensor, active: ActiveSlots) -> bool:
         """Launch both, if these tensors are laid out as those that were `noted`; else nothing. True if so.
 
         Not while a graph is captured, which has counters of its own.
@@ -43,11 +46,15 @@ class WriteAndCast:
         if (
             launches is None
             or active is not self._active
-            or self._layout != _layout(loc, nope, rope, rows, wide, active)
+            or not (new.layout is self._new or new.layout == self._new)
+            or self._layout != _layout(rows, wide, active)
             or has_hooks()
         ):
             return False
-        at = buffer.data_ptr(), loc.data_ptr(), nope.data_ptr(), rope.data_ptr(), wide.data_ptr()
+        at = (
+            *(new.buffer.data_ptr(), new.loc.data_ptr(), new.nope.data_ptr(), new.rope.data_ptr()),
+            wide.data_ptr(),
+        )
         table, bounds, codes = active.table.data_ptr(), active.bounds.data_ptr(), rows.data_ptr()
         if (at[0] | at[1] | at[2] | at[3] | at[4] | table | bounds | codes) % 16:
             return False
@@ -62,40 +69,19 @@ class WriteAndCast:
         )
         return True
 
-    def note(
-        self,
-        buffer: torch.Tensor,
-        loc: torch.Tensor,
-        nope: torch.Tensor,
-        rope: torch.Tensor,
-        fp8: torch.dtype,
-        rows: torch.Tensor,
-        wide: torch.Tensor,
-        active: ActiveSlots,
-    ) -> None:
+    def note(self, new: NewRows, rows: torch.Tensor, wide: torch.Tensor, active: ActiveSlots) -> None:
         """Both were launched one by one for these tensors: keep them, where they can be made again."""
-        write = kv_write.prepared(buffer, loc, nope, rope, fp8, wide)
+        write = kv_write.prepared(new.buffer, new.loc, new.nope, new.rope, new.fp8, wide)
         made = cast.prepared(rows, wide, active)
         self._launches = None
-        if write is not None and made is not None and loc.numel():
-            self._layout = _layout(loc, nope, rope, rows, wide, active)
-            self._active, self._launches = active, (write, made, buffer.device.index)
+        if write is not None and made is not None and new.loc.numel() and new.layout:
+            self._new, self._layout, self._active = new.layout, _layout(rows, wide, active), active
+            self._launches = write, made, new.buffer.device.index
 
 
-def _layout(
-    loc: torch.Tensor,
-    nope: torch.Tensor,
-    rope: torch.Tensor,
-    rows: torch.Tensor,
-    wide: torch.Tensor,
-    active: ActiveSlots,
-) -> tuple[Any, ...]:
-    """All that the launches depend on but addresses.
-
-    `buffer` is laid out as `rows`, `rope` of `nope`'s dtype, the tables are the very same: `active`.
-    """
+def _layout(rows: torch.Tensor, wide: torch.Tensor, active: ActiveSlots) -> tuple[Any, ...]:
+    """All that the launches depend on but addresses and new rows. The tables are the very same: `active`."""
     return (
-        *(loc.dtype, loc.shape, nope.dtype, nope.shape, nope.stride(), rope.shape, rope.stride()),
         *(rows.dtype, rows.shape, rows.stride(), wide.dtype, wide.shape, wide.stride()),
         *(active.table.shape, active.bounds.shape),
     )

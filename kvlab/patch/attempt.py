@@ -9,26 +9,41 @@ import torch
 
 from kvlab.kernels.checks import FP8_DTYPES
 from kvlab.patch import write
-from kvlab.patch.reads import ADAPTERS, Stock
+from kvlab.patch.reads import ADAPTERS, Adapter, Reads, Stock
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Standing, standing
-from kvlab.patch.strategies import Call, TakeOver
-from kvlab.patch.strategies.base import nothing_waits
+from kvlab.patch.strategies import Strategy, TakeOver
 
 if TYPE_CHECKING:
+    from kvlab.patch.policy import Facts
     from kvlab.patch.runtime import BackendState, Runtime
+    from kvlab.patch.scratch import Scratch
+    from kvlab.patch.write import NewRows
 
 
 class Attempt:
-    """One call: what it reads, which strategy has it, and what became of that. Made anew for every layer of
-    every pass: what may be the last call's is in `standing`.
+    """One call: what it reads, which strategy has it, and what became of that; a strategy's `Call`. Made anew
+    for every layer of every pass: what may be the last call's is in `standing`.
+
+    `strategy`: None where stock has the call, from the start or since something went wrong.
     """
 
     __slots__ = (
-        *("runtime", "state", "site", "backend", "layer", "forward_batch", "q", "q_rope", "graph"),
-        *("is_capturing", "call", "strategy_name", "served", "slots", "row_bytes", "tokens", "standing"),
-        "_waits",
+        *("runtime", "state", "site", "graph", "standing", "strategy", "strategy_name", "served"),
+        *("slots", "row_bytes", "tokens", "kind", "adapter", "backend", "layer", "forward_batch", "q"),
+        *("q_rope", "reads", "facts", "scratch", "lane", "lasts", "is_capturing", "generation"),
+        *("is_direct", "kept", "undo", "pending", "is_apart", "_waits"),
     )
+    # Set where a strategy has the call.
+    adapter: Adapter
+    reads: Reads
+    facts: Facts
+    scratch: Scratch
+    lane: str
+    lasts: bool
+    generation: int
+    is_direct: bool
+    kept: dict[str, Any]
 
     def __init__(
         self,
@@ -45,21 +60,24 @@ class Attempt:
     ) -> None:
         self.runtime, self.state, self.site, self.backend = runtime, state, site, backend
         self.layer, self.forward_batch, self.q, self.q_rope = layer, forward_batch, q, q_rope
-        self.graph, self.is_capturing = graph, is_capturing
-        self.call: Call | None = None
+        self.kind, self.graph, self.is_capturing = site.kind, graph, is_capturing
+        self.standing: Standing | None = None
+        self.strategy: Strategy | None = None
         self.strategy_name = "stock"
         self.served: str | None = None
         self.slots = self.row_bytes = 0
         self.tokens: int | None = None
-        self.standing: Standing | None = None
+        self.undo: list[Any] = []
+        self.pending: NewRows | None = None
+        self.is_apart = False
         # What stock would write in place of what waits for the cast: a pool and its arguments.
         self._waits: tuple[Any, ...] | None = None
 
     def enter(self, pool: Any) -> None:
         """Decide; put in place what the strategy needs before SGLang's method reads its metadata."""
-        site, backend, batch = self.site, self.backend, self.forward_batch
+        site, state, backend, batch = self.site, self.state, self.backend, self.forward_batch
         try:
-            its = standing(self.runtime, self.state, site, backend, self.layer, self.q, pool)
+            its = standing(self.runtime, state, site, backend, self.layer, self.q, pool)
             self.standing = its
             if its.outside is not None:
                 self.fell_back(its.outside)
@@ -74,67 +92,52 @@ class Attempt:
                 site.kind == "extend" and site.family == "flashinfer_mla" and metadata.use_ragged
             ):
                 return
-            adapter = ADAPTERS[site.family]
-            reads = adapter.reads(backend, site.kind, self.layer, batch, its.reads)
+            self.adapter = ADAPTERS[site.family]
+            reads = self.adapter.reads(backend, site.kind, self.layer, batch, its.reads)
             if isinstance(reads, Stock):
                 self.fell_back(reads.reason)
                 return
-            its.reads = reads
-            lasts = self.state.graphs or self.is_capturing
-            self.tokens = _tokens(batch)
-            self.call = Call(
-                site.name,
-                site.kind,
-                adapter,
-                backend,
-                self.layer,
-                batch,
-                self.q,
-                self.q_rope,
-                reads,
-                its.facts,
-                self.runtime.scratch,
-                its.lane,
-                lasts,
-                self.is_capturing,
-                self.state.generation,
-                not lasts and is_direct(self.tokens, its.facts.slots),
-                its.kept,
-                settle=self.flush,
-            )
+            its.reads = self.reads = reads
+            self.facts, self.lane, self.kept = its.facts, its.lane, its.kept
+            self.scratch, self.generation = self.runtime.scratch, state.generation
+            self.lasts = lasts = state.graphs or self.is_capturing
+            # Cached tokens of the batch, if the host knows.
+            tokens = getattr(batch, "seq_lens_sum", None)
+            self.tokens = tokens if isinstance(tokens, int) else None
+            self.is_direct = not lasts and is_direct(self.tokens, its.facts.slots)
+            self.strategy = strategy
             if its.enters:
-                strategy.enter(self.call)
+                strategy.enter(self)
         except Exception as e:
             self._give_up(e)
 
     def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What SGLang's method gets for `rows.to(dtype)`."""
-        its, call = self.standing, self.call
+        its = self.standing
         shape = rows.shape
         self.slots, self.row_bytes = shape[0], shape[-1]
         if its is not None and its.unserved:
             self.fell_back(its.unserved)
         if rows.dtype not in FP8_DTYPES:
             self.leave()
-            self.call = None
-            self.served = None
+            self.strategy = self.served = None
             return rows.to(dtype)
-        if call is not None and self.slots != its.facts.slots:
+        if self.strategy is not None and self.slots != self.facts.slots:
             # Also writes what waits.
             self.leave()
-            self.call = call = None
+            self.strategy = None
             self.fell_back("a buffer that is not the pool's layer")
-        if call is None:
+        if self.strategy is None:
             self.served = "stock"
             return rows.to(dtype)
-        if call.pending is not None and call.pending.buffer.data_ptr() != rows.data_ptr():
+        if self.pending is not None and self.pending.buffer.data_ptr() != rows.data_ptr():
             # New rows may wait no longer where this cast is not of their buffer.
-            self.flush()
+            self.settle()
         wide = None
         try:
-            wide = its.strategy.cast(call, rows, dtype)
+            wide = self.strategy.cast(self, rows, dtype)
         except Exception as e:
-            self.flush()
+            self.settle()
             self._give_up(e)
         except TakeOver:
             self.served = self.strategy_name
@@ -145,14 +148,14 @@ class Attempt:
             return rows.to(dtype)
         if self._waits is not None:
             self._waits = None
-            self._wrote("one launch" if call.is_apart else "with the cast")
+            self._wrote("one launch" if self.is_apart else "with the cast")
         self.served = self.strategy_name
         return wide
 
     def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
         """The KV write: one launch where that is known to give the same bytes, else the pool's own."""
         if self._waits is not None:
-            self.flush()
+            self.settle()
         runtime, its = self.runtime, self.standing
         if (
             not args
@@ -164,15 +167,15 @@ class Attempt:
         ):
             try:
                 if runtime.write_refusal(self.state, pool, its.facts) is None:
-                    new = write.new_rows(pool, layer, loc, nope, rope)
+                    new = write.new_rows(pool, layer, loc, nope, rope, its.layout)
                     if new is not None:
-                        call = self.call
+                        its.layout = new.layout
                         if (
-                            call is not None
-                            and call.pending is None
-                            and its.strategy.waits(call, new, runtime.joint_refusal)
+                            self.strategy is not None
+                            and self.pending is None
+                            and self.strategy.waits(self, new, runtime.joint_refusal)
                         ):
-                            call.pending = new
+                            self.pending = new
                             self._waits = pool, layer, loc, nope, rope
                             return
                         new.write()
@@ -182,15 +185,15 @@ class Attempt:
                 self._write_failed(pool, e)
         self._stock_write(pool, layer, loc, nope, rope, *args, **kwargs)
 
-    def flush(self, clear: torch.Tensor | None = None) -> bool:
+    def settle(self, clear: torch.Tensor | None = None) -> bool:
         """Write now what waits for the cast: somebody is about to read the pool. True where the same launch
         zeroed slot 0 of `clear`.
         """
-        waits, call = self._waits, self.call
-        if waits is None or call is None:
+        waits = self._waits
+        if waits is None:
             return False
         self._waits = None
-        new, call.pending = call.pending, None
+        new, self.pending = self.pending, None
         if new is None:
             return False
         try:
@@ -213,25 +216,19 @@ class Attempt:
     def leave(self) -> None:
         """Put back what the strategy swapped; safe to repeat."""
         if self._waits is not None:
-            self.flush()
-        if self.call is not None:
-            while self.call.undo:
-                self.call.undo.pop()()
+            self.settle()
+        while self.undo:
+            self.undo.pop()()
 
     def end(self) -> None:
-        """After the call: put back, count, and let go. What holds itself until Python's collector comes by
-        holds a step's tensors too.
-        """
-        call = self.call
-        if self._waits is not None or (call is not None and call.undo):
+        """After the call: put back, count, and serve no longer who still holds one of its views."""
+        if self._waits is not None or self.undo:
             self.leave()
         if self.served is not None:
             self.runtime.counters.call(
                 self.site.name, self.served, self.slots, self.row_bytes, self.tokens, self.graph
             )
-        if call is not None:
-            call.settle = nothing_waits
-            self.call = None
+        self.strategy = None
 
     def fell_back(self, reason: str) -> None:
         self.served = "stock"
@@ -239,7 +236,7 @@ class Attempt:
 
     def _give_up(self, error: Exception) -> None:
         self.leave()
-        self.call = None
+        self.strategy = None
         if isinstance(error, torch.OutOfMemoryError):
             self.fell_back("out of memory for scratch")
         else:
@@ -258,12 +255,6 @@ def is_direct(tokens: int | None, slots: int) -> bool:
     name more slots than the pool has, it is worth that.
     """
     return tokens is not None and tokens <= slots
-
-
-def _tokens(forward_batch: Any) -> int | None:
-    """Cached tokens of the batch, if the host knows."""
-    total = getattr(forward_batch, "seq_lens_sum", None)
-    return int(total) if isinstance(total, int) else None
 
 
 def one_line(error: BaseException) -> str:

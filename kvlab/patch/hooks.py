@@ -7,16 +7,13 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
-
+from kvlab.patch import plan_hooks
 from kvlab.patch.replacements import Replacements
 from kvlab.patch.runtime import Runtime, Step
-from kvlab.patch.scratch import is_capturing
 from kvlab.patch.sites import Site
 
 
@@ -126,7 +123,7 @@ def _patch_module(
             if callable(original):
                 mine.set(cls, name, _then(original, after))
         if family == "flashinfer_mla":
-            _patch_plans(runtime, module, mine)
+            plan_hooks.patch_plans(runtime, module, mine)
     except Exception:
         mine.undo()
         raise
@@ -169,10 +166,14 @@ def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
             runtime.graphs_ready(family, self)
 
     def eager(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        runtime.metadata_ready(family, self, _step(forward_batch))
+        runtime.metadata_ready(family, self, Step(*_step(forward_batch)))
 
     def out_graph(self: Any, forward_batch: Any, in_capture: bool = False, *args: Any, **kwargs: Any) -> None:
-        runtime.metadata_ready(family, self, _step(forward_batch, is_graph=True, is_capture=in_capture))
+        if in_capture:
+            step = Step(*_step(forward_batch), is_graph=True, is_capture=True)
+            runtime.metadata_ready(family, self, step)
+        else:
+            runtime.replayed(family, self, *_step(forward_batch))
 
     # The signatures of 0.5.8 to 0.5.12, alike in both backends.
     def capture(
@@ -186,8 +187,7 @@ def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        step = Step(_mode(forward_mode), bs, None, is_graph=True, is_capture=True)
-        runtime.metadata_ready(family, self, step)
+        runtime.metadata_ready(family, self, Step(forward_mode, bs, is_graph=True, is_capture=True))
 
     def replay(
         self: Any,
@@ -200,8 +200,7 @@ def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        step = Step(_mode(forward_mode), bs, _host_int(seq_lens_sum), is_graph=True)
-        runtime.metadata_ready(family, self, step)
+        runtime.replayed(family, self, forward_mode, bs, seq_lens_sum)
 
     return {
         "__init__": built,
@@ -213,95 +212,10 @@ def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
     }
 
 
-def _step(forward_batch: Any, **kinds: bool) -> Step:
-    return Step(
-        _mode(getattr(forward_batch, "forward_mode", None)),
+def _step(forward_batch: Any) -> tuple[Any, int, Any]:
+    """Mode, requests, and cached tokens if the host knows them."""
+    return (
+        getattr(forward_batch, "forward_mode", None),
         getattr(forward_batch, "batch_size", 0),
-        _host_int(getattr(forward_batch, "seq_lens_sum", None)),
-        **kinds,
+        getattr(forward_batch, "seq_lens_sum", None),
     )
-
-
-def _mode(forward_mode: Any) -> str:
-    return getattr(forward_mode, "name", str(forward_mode))
-
-
-def _host_int(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> None:
-    """DFLASH verify's plan leaves no lengths on the device; `native` needs another KV dtype."""
-    fast_plan = vars(module).get("fast_mla_decode_plan")
-    if callable(fast_plan):
-
-        def keep() -> None:
-            # Graphs of a verify step that were captured meanwhile go on reading what only we refresh. Under
-            # what somebody else put on top of ours, ours is still called.
-            is_back = module.fast_mla_decode_plan is fast_plan
-            if is_back and runtime.has_captured and runtime.is_refreshing:
-                module.fast_mla_decode_plan = _refreshing(runtime, fast_plan)
-
-        mine.on_undo(keep)
-        mine.set(module, "fast_mla_decode_plan", _refreshing(runtime, _in_turn(fast_plan)))
-    updater = getattr(module, "FlashInferMLAIndicesUpdaterDecode", None)
-    begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
-    # No policy takes it: only its own name does.
-    if callable(begin) and runtime.asked == "native":
-        mine.set(updater, "call_begin_forward", _native_plan(runtime, begin))
-
-
-def _in_turn(fast_plan: Callable[..., None]) -> Callable[..., None]:
-    """The plan of a replay, once the one before it has left the host.
-
-    flashinfer writes every plan into the same pinned memory and queues a copy of it to the device. Where the
-    host runs ahead of the GPU, the next plan overwrites one that is still to be copied, and steps attend by
-    later steps' lengths: they read an entry of `kv_indices` past their own. Patched or not.
-    """
-    copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(fast_plan)
-    def plan(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        # Graphs that were captured meanwhile call this after `remove()` too, and are waited for as before.
-        device = getattr(wrapper, "device", None)
-        if getattr(device, "type", None) != "cuda" or is_capturing(device):
-            fast_plan(wrapper, *args, **kwargs)
-            return
-        event = copied.get(wrapper)
-        if event is None:
-            event = copied[wrapper] = torch.cuda.Event()
-        elif not event.query():
-            # Asked first: waiting lets go of Python's lock and takes it again, also where there is no need.
-            event.synchronize()
-        fast_plan(wrapper, *args, **kwargs)
-        event.record()
-
-    return plan
-
-
-def _refreshing(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(fast_plan)
-    def plan(wrapper: Any, qo_indptr_cpu: Any, kv_indptr_cpu: Any, *args: Any, **kwargs: Any) -> None:
-        fast_plan(wrapper, qo_indptr_cpu, kv_indptr_cpu, *args, **kwargs)
-        # Decode's lengths are read from backend.kv_indptr, which is fresh; a verify plan (causal) has no such
-        # tensor. Beside the copy of kv_indices, on the same stream.
-        is_causal = kwargs.get("causal", args[6] if len(args) > 6 else False)
-        if is_causal:
-            runtime.is_refreshing = True
-            wrapper._kv_indptr_buf.copy_(kv_indptr_cpu, non_blocking=True)
-            wrapper._qo_indptr_buf.copy_(qo_indptr_cpu, non_blocking=True)
-
-    return plan
-
-
-def _native_plan(runtime: Runtime, begin: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(begin)
-    def call_begin_forward(self: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        kv_dtype = runtime.native_kv_dtype(getattr(self, "attn_backend", None))
-        if kv_dtype is None:
-            return begin(self, wrapper, *args, **kwargs)
-        from kvlab.patch.strategies.native import PlanKV
-
-        return begin(self, PlanKV(wrapper, kv_dtype), *args, **kwargs)
-
-    return call_begin_forward

@@ -21,7 +21,7 @@ from kvlab.patch.attempt import Attempt, one_line
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
 from kvlab.patch.scratch import Scratch, is_capturing
-from kvlab.patch.seam import PoolView, is_view, seen_through
+from kvlab.patch.seam import PoolView, is_view, put_back
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Basis, Standing, a_layer
 from kvlab.patch.strategies import Plain, Strategy, TakeOver, all_strategies
@@ -79,11 +79,6 @@ class Runtime:
             # A backend is built once: what was seen then is still so.
             self._states[backend] = BackendState(state.family, state.server_args, state.graphs)
 
-    @property
-    def broken(self) -> int:
-        """How many strategies have failed while serving."""
-        return len(self._broken)
-
     def built(self, family: str, backend: Any, model_runner: Any) -> None:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
         state = self._state(family, backend)
@@ -140,6 +135,7 @@ class Runtime:
         """After `init_cuda_graph_state`: from now on the scratch lasts; ask for it before capture."""
         state = self._state(family, backend)
         state.graphs = True
+        state.standing.clear()
         for facts, choice in list(state.choices.items()):
             # Extend is captured only with speculation or captured prefill; its first warm-up call asks then.
             if facts.kind == "decode" and choice.strategy == "shadow":
@@ -147,17 +143,31 @@ class Runtime:
 
     def metadata_ready(self, family: str, backend: Any, step: "Step") -> None:
         """After a metadata hook: a new pass begins, perhaps a capture, perhaps a replay."""
+        if step.is_graph and not step.is_capture:
+            self.replayed(family, backend, step.mode, step.batch, step.tokens)
+            return
         state = self._state(family, backend)
         state.generation += 1
         # Without graphs, what is kept for a pass is memory that another backend's pass is to find free.
         for ended in (state,) if state.graphs else list(self._states.values()):
             ended.standing.clear()
-        key = (id(backend), step.mode, step.batch)
-        state.graph = key if step.is_graph else None
-        if step.is_graph and step.is_capture:
-            self.counters.capture(key)
-        elif step.is_graph:
-            self.counters.replay(key, step.tokens)
+        state.graph = None
+        if step.is_capture:
+            state.graph = id(backend), step.mode, step.batch
+            self.counters.capture(state.graph)
+        self.on_change(False)
+
+    def replayed(self, family: str, backend: Any, mode: Any, batch: int, tokens: Any) -> None:
+        """A captured pass is about to be replayed: before every step of a server, so no more than it needs.
+
+        `tokens`: cached tokens of the batch, where the host knows them; else anything that is no integer.
+        """
+        state = self._states.get(backend) or self._state(family, backend)
+        state.generation += 1
+        if state.standing:
+            state.standing.clear()
+        key = state.graph = id(backend), mode, batch
+        self.counters.replay(key, tokens if isinstance(tokens, int) else None)
         self.on_change(False)
 
     def call(
@@ -193,12 +203,14 @@ class Runtime:
             # save_kv_cache, q_rope, k_rope may come by position.
             q_rope = args[1]
         attempt = Attempt(self, state, site, backend, layer, forward_batch, q, q_rope, graph, captures)
-        view = PoolView(pool, attempt.cast, attempt.write, attempt.flush)
+        holder.token_to_kv_pool = PoolView(pool, attempt)
         try:
             try:
-                with seen_through(holder, view):
+                try:
                     attempt.enter(pool)
                     return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+                finally:
+                    put_back(holder, pool)
             except TakeOver as taken:
                 attempt.leave()
                 try:
@@ -312,6 +324,8 @@ class Runtime:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
             self._broken[strategy] = f"failed while serving: {one_line(error)}"
+            for state in list(self._states.values()):
+                state.standing.clear()
             self.say(f"{strategy} failed ({one_line(error)}); {outcome}, {strategy} is not used again")
         self.on_change(True)
 
@@ -415,11 +429,13 @@ class Runtime:
 
 
 class Step(NamedTuple):
-    """What a metadata hook says of the pass to come. `tokens`: cached tokens of the batch, a host integer."""
+    """What a metadata hook says of the pass to come. `mode`: SGLang's ForwardMode, or a name; `tokens`:
+    cached tokens of the batch, where the host knows them.
+    """
 
-    mode: str
+    mode: Any
     batch: int
-    tokens: int | None = None
+    tokens: Any = None
     is_graph: bool = False
     is_capture: bool = False
 

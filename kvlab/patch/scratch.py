@@ -16,6 +16,9 @@ import torch
 from kvlab.kernels.active import ActiveSlots
 from kvlab.patch import casts
 
+# What torch.cuda.is_current_stream_capturing calls; each layer of an eager step asks.
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
 
 @dataclass
 class Scratch:
@@ -70,4 +73,4 @@ def clear_unread(shadow: torch.Tensor, tables: Sequence[ActiveSlots], *, is_clea
 
 def is_capturing(device: torch.device) -> bool:
     """Is the current stream being captured into a CUDA graph?"""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and _is_capturing()

@@ -7,35 +7,46 @@ whose class other code checks and which MTP, TBO and hybrid backends swap or cop
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 _WIDE = (torch.bfloat16, torch.float16)
 
 
+class Served(Protocol):
+    """What becomes of a call's casts and writes."""
+
+    def cast(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What the method gets for `rows.to(dtype)`."""
+        ...
+
+    def write(self, pool: Any, *args: Any, **kwargs: Any) -> None:
+        """`pool.set_mla_kv_buffer(*args, **kwargs)`."""
+        ...
+
+    def settle(self) -> Any:
+        """Somebody is about to read the pool: what waits to be written is written now."""
+        ...
+
+
 class DeferredCast:
     """Raw FP8 rows that become wide when asked. Everything else goes to the rows themselves."""
 
-    __slots__ = ("_cast", "_pool_rows", "_settle")
+    __slots__ = ("_call", "_pool_rows")
 
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-        settle: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._pool_rows, self._cast, self._settle = rows, cast, settle
+    def __init__(self, rows: torch.Tensor, call: Served) -> None:
+        self._pool_rows, self._call = rows, call
 
     @property
     def _rows(self) -> torch.Tensor:
         """The rows for somebody who reads them: what still waits to be written is written first."""
-        self._settle()
+        self._call.settle()
         return self._pool_rows
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and args[0] in _WIDE:
-            return self._cast(self._pool_rows, args[0])
+            return self._call.cast(self._pool_rows, args[0])
         return self._rows.to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,20 +73,12 @@ class DeferredCast:
 class PoolView:
     """A pool during one call: `isinstance` and every attribute are the real pool's."""
 
-    __slots__ = ("_cast", "_pool", "_settle", "_write")
+    __slots__ = ("_call", "_pool")
 
-    def __init__(
-        self,
-        pool: Any,
-        cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-        write: Callable[..., None],
-        settle: Callable[[], Any] = lambda: None,
-    ) -> None:
+    def __init__(self, pool: Any, call: Served) -> None:
         # Past `__setattr__`, which is the pool's.
         _pool(self, pool)
-        _cast(self, cast)
-        _write(self, write)
-        _settle(self, settle)
+        _call(self, call)
 
     @property
     def __class__(self) -> type:
@@ -84,43 +87,28 @@ class PoolView:
     def __getattr__(self, name: str) -> Any:
         if "buffer" in name:
             # Whoever reads rows some other way finds them written.
-            self._settle()
+            self._call.settle()
         return getattr(self._pool, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._pool, name, value)
 
     def get_key_buffer(self, layer_id: int) -> Any:
-        rows = self._pool.get_key_buffer(layer_id)
-        return DeferredCast(rows, self._cast, self._settle)
+        return DeferredCast(self._pool.get_key_buffer(layer_id), self._call)
 
     def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
-        self._write(self._pool, *args, **kwargs)
+        self._call.write(self._pool, *args, **kwargs)
 
 
-_pool, _cast, _write, _settle = (
-    vars(PoolView)[name].__set__ for name in ("_pool", "_cast", "_write", "_settle")
-)
+_pool, _call = (vars(PoolView)[name].__set__ for name in ("_pool", "_call"))
 
 
 def is_view(pool: Any) -> bool:
     return type(pool) is PoolView
 
 
-class seen_through:
-    """`holder.token_to_kv_pool` is `view` inside, and the very pool again outside."""
-
-    # A class: a generator's context manager costs a layer's call twice as much.
-
-    __slots__ = ("_holder", "_view")
-
-    def __init__(self, holder: Any, view: PoolView) -> None:
-        self._holder, self._view = holder, view
-
-    def __enter__(self) -> None:
-        self._holder.token_to_kv_pool = self._view
-
-    def __exit__(self, *_: object) -> None:
-        # Someone may have put another pool there meanwhile: that one stays.
-        if is_view(getattr(self._holder, "token_to_kv_pool", None)):
-            self._holder.token_to_kv_pool = self._view._pool
+def put_back(holder: Any, pool: Any) -> None:
+    """`holder.token_to_kv_pool` was a view of `pool` and is `pool` again."""
+    # Someone may have put another pool there meanwhile: that one stays.
+    if type(getattr(holder, "token_to_kv_pool", None)) is PoolView:
+        holder.token_to_kv_pool = pool

@@ -93,12 +93,14 @@ def _layers(facts: Facts) -> str | None:
     for _ in range(3):
         new, pool = -new, pool.flip(0)
         buffer, want_buffer = pool.clone(), pool.clone()
-        given = write.NewRows(buffer, loc, new[:, :rank], new[:, rank:], facts.fp8)
+        nope, rope = new[:, :rank], new[:, rank:]
+        layout = write.laid_out(buffer, loc, nope, rope)
+        given = write.NewRows(buffer, loc, nope, rope, facts.fp8, layout)
         rows, out = buffer.view(facts.fp8), torch.ones(pool.shape, dtype=facts.q_dtype, device=facts.device)
-        if not layers.again(buffer, loc, given.nope, given.rope, rows, out, active):
+        if not layers.again(given, rows, out, active):
             given.write(out)
             casts.shadow(rows, out, active)
-            layers.note(buffer, loc, given.nope, given.rope, facts.fp8, rows, out, active)
+            layers.note(given, rows, out, active)
         want_buffer[loc] = new.to(facts.fp8).view(torch.uint8).unsqueeze(1)
         want = torch.ones_like(out)
         want[0] = 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Basis:
     """What a decision is read from. `rows`, a layer of the pool, is not held: it is not ours.
 
-    `broken`: how many strategies had failed by then. New metadata ends every decision (`metadata_ready`).
+    What else it depends on ends it where that changes: new metadata, graphs to come, a strategy's failure.
     """
 
     rows: weakref.ref[torch.Tensor]
@@ -35,15 +35,13 @@ class Basis:
     heads: int | None
     rank: int | None
     page_size: int
-    has_graphs: bool
-    broken: int
 
 
 @dataclass(slots=True)
 class Standing:
     """A decision. `unserved`: why no call of this kind is served, should it ask for a cast; `outside`: what
     the whole server does that leaves it to stock; `enters`: has its strategy something to do before the call;
-    `reads`: the tables of the last call, perhaps this one's.
+    `reads`: the tables of the last call, perhaps this one's; `layout`: of the last new rows.
     """
 
     basis: Basis
@@ -55,6 +53,7 @@ class Standing:
     enters: bool = False
     lane: str = "shared"
     reads: Reads | None = None
+    layout: tuple[Any, ...] | None = None
     # What its strategy keeps for the next layer.
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -77,8 +76,6 @@ def standing(
             and b.heads == heads
             and b.rank == rank
             and b.page_size == page_size
-            and b.has_graphs is state.graphs
-            and b.broken == runtime.broken
         ):
             return kept
     basis = Basis(
@@ -89,8 +86,6 @@ def standing(
         heads,
         rank,
         page_size,
-        state.graphs,
-        runtime.broken,
     )
     fresh = state.standing[site.kind] = runtime.decide(state, site, basis, rows)
     return fresh

@@ -42,7 +42,8 @@ def refusal(pool: Any) -> str | None:
 class NewRows:
     """Rows that a layer is about to write: token i of `nope` and `rope` to slot `loc[i]` of `buffer`.
 
-    `nope` and `rope` [tokens, width] or [tokens, 1, width]; `buffer` uint8 [slots, 1, width].
+    `nope` and `rope` [tokens, width] or [tokens, 1, width]; `buffer` uint8 [slots, 1, width]. `layout`:
+    `laid_out` of them, the very object of the last layer's where it is the same; () where nobody asked.
     """
 
     buffer: torch.Tensor
@@ -50,6 +51,7 @@ class NewRows:
     nope: torch.Tensor
     rope: torch.Tensor
     fp8: torch.dtype
+    layout: tuple[Any, ...] = ()
 
     def write(self, clear: torch.Tensor | None = None) -> None:
         """One launch; none for no tokens. `clear`: a wide layer whose slot 0 is zeroed by it."""
@@ -60,24 +62,34 @@ class NewRows:
 
 
 def new_rows(
-    pool: Any, layer: Any, loc: Any, nope: torch.Tensor, rope: torch.Tensor | None
+    pool: Any,
+    layer: Any,
+    loc: Any,
+    nope: torch.Tensor,
+    rope: torch.Tensor | None,
+    last: tuple[Any, ...] | None = None,
 ) -> NewRows | None:
-    """`nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] for slots `loc`; None where stock must write."""
-    loc = getattr(loc, "loc", loc)
-    if (
-        rope is None
-        or nope.dtype not in _WIDE
-        or rope.dtype != nope.dtype
-        or not isinstance(loc, torch.Tensor)
-    ):
+    """`nope` [tokens, 1, rank] and `rope` [tokens, 1, rope] for slots `loc`; None where stock must write.
+
+    `last`: the layout of the last rows, which are known to be ours to write.
+    """
+    if not isinstance(loc, torch.Tensor):
+        loc = getattr(loc, "loc", loc)
+    if rope is None or not isinstance(loc, torch.Tensor):
         return None
     buffer = pool.kv_buffer[layer.layer_id - pool.start_layer]
-    tokens, room, n, r = loc.numel(), buffer.shape, nope.shape, rope.shape
+    n, r = nope.shape, rope.shape
     if len(n) != 3 or n[1] != 1 or len(r) != 3 or r[1] != 1:
         nope, rope = nope.reshape(-1, n[-1]), rope.reshape(-1, r[-1])
         n, r = nope.shape, rope.shape
+    layout = laid_out(buffer, loc, nope, rope)
+    if layout == last:
+        return NewRows(buffer, loc, nope, rope, pool.dtype, last)
+    tokens, room = loc.numel(), buffer.shape
     is_plain = (
-        len(room) == 3
+        nope.dtype in _WIDE
+        and rope.dtype == nope.dtype
+        and len(room) == 3
         and room[1] == 1
         and room[2] == n[-1] + r[-1]
         and buffer.stride()[-1] == nope.stride()[-1] == rope.stride()[-1] == 1
@@ -85,7 +97,17 @@ def new_rows(
         and n[0] >= tokens
         and r[0] >= tokens
     )
-    return NewRows(buffer, loc, nope, rope, pool.dtype) if is_plain else None
+    return NewRows(buffer, loc, nope, rope, pool.dtype, layout) if is_plain else None
+
+
+def laid_out(
+    buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor
+) -> tuple[Any, ...]:
+    """All that these tensors are but where, on one device."""
+    return (
+        *(buffer.shape, buffer.stride(), loc.dtype, loc.shape, loc.stride()),
+        *(nope.dtype, nope.shape, nope.stride(), rope.dtype, rope.shape, rope.stride()),
+    )
 
 
 def quantise(

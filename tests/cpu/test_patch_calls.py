@@ -177,13 +177,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_decision_stands_until_something_that_it_was_read_from_is_another(change, monkeypatch):
-    monkeypatch.setattr(
-        "kvlab.patch.reads.FlashInferMLA.wrapper",
-        staticmethod(lambda backend, kind: backend.forward_metadata.decode_wrapper),
-    )
     backend, runtime = Backend(), Runtime("shadow", is_strict=False, version=None)
-    backend.forward_metadata.use_ragged = False
-    backend.forward_metadata.decode_wrapper._qo_indptr_buf = backend.kv_indptr
+    its = backend.forward_metadata
+    its.use_ragged, its.prefill_wrapper = False, its.decode_wrapper
+    its.decode_wrapper._qo_indptr_buf = backend.kv_indptr
     filled(backend.token_to_kv_pool)
     first = one(backend, runtime)
     assert one(backend, runtime) is first

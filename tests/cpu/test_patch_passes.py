@@ -217,9 +217,9 @@ def test_graphs_off_a_layer_s_launches_are_the_last_one_s(again, page_size, devi
     wide = Shadow().cast(its, rows, torch.bfloat16)
     tails = [("tails", page_size)] if page_size > 1 else []
     if again:
-        assert told == [*tails, ("again", 7)]
+        assert told == [*tails, ("again", 4)]
         assert its.pending is None
         assert its.is_apart
     else:
-        assert told == [*tails, ("again", 7), ("settle",), *tails, ("note", 8)]
+        assert told == [*tails, ("again", 4), ("settle",), *tails, ("note", 4)]
         assert torch.equal(bits(wide)[4:6], stock_bits(rows, torch.bfloat16)[4:6])

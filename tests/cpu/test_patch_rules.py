@@ -1,10 +1,9 @@
 """The patch's arithmetic and rules: policies, counters, scratch, the one-launch KV write."""
 
-import contextlib
 import subprocess
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +17,7 @@ from kvlab.patch import casts, policy, selfcheck
 from kvlab.patch.counters import Counters, avoided
 from kvlab.patch.policy import Facts, choose, parse
 from kvlab.patch.scratch import Scratch, clear_unread
-from kvlab.patch.seam import DeferredCast, PoolView, seen_through
+from kvlab.patch.seam import DeferredCast, PoolView, put_back
 
 FACTS = Facts(
     kind="decode",
@@ -172,9 +171,17 @@ def test_the_check_of_the_write_with_the_cast_sees_a_slot_that_is_cast_while_it_
     assert "differ from the stock cast" in selfcheck.check_joint(replace(SMALL, width=96, rank=64))
 
 
+class Asked(SimpleNamespace):
+    """A call: what it casts to, and what is done where somebody reads the pool."""
+
+    settle = staticmethod(lambda: None)
+
+
 def test_who_reads_rows_some_other_way_finds_them_written():
     rows, written = torch.ones(4, 1, 2).to(torch.float8_e4m3fn), []
-    deferred = DeferredCast(rows, lambda r, dtype: r.to(dtype), lambda: written.append(True))
+    deferred = DeferredCast(
+        rows, Asked(cast=lambda r, dtype: r.to(dtype), settle=lambda: written.append(True))
+    )
     deferred.to(torch.bfloat16)
     assert not written
     for n, read in enumerate((lambda: deferred[0], lambda: deferred.shape, lambda: torch.clone(deferred)), 1):
@@ -320,28 +327,29 @@ class Holder:
 def test_a_view_is_its_pool_to_everybody_and_gone_after_the_call():
     holder = Holder()
     pool = holder.token_to_kv_pool
-    view = PoolView(pool, lambda rows, dtype: rows.to(dtype) * 2, lambda *a: None)
-    with contextlib.suppress(KeyError), seen_through(holder, view):
-        assert isinstance(holder.token_to_kv_pool, Pool)
-        assert holder.token_to_kv_pool.name == "pool"
-        holder.token_to_kv_pool.extra = 1
-        raise KeyError
+    holder.token_to_kv_pool = view = PoolView(pool, Asked(cast=lambda rows, dtype: rows.to(dtype) * 2))
+    assert isinstance(view, Pool)
+    assert view.name == "pool"
+    view.extra = 1
+    assert view.get_key_buffer(0).to(torch.bfloat16)[0, 0, 0] == 2
+    put_back(holder, pool)
     assert holder.token_to_kv_pool is pool
     assert pool.extra == 1
 
 
 def test_a_pool_that_was_swapped_meanwhile_stays():
     holder, other = Holder(), Pool()
-    view = PoolView(holder.token_to_kv_pool, lambda rows, dtype: rows, lambda *a: None)
-    with seen_through(holder, view):
-        holder.token_to_kv_pool = other
+    pool = holder.token_to_kv_pool
+    holder.token_to_kv_pool = PoolView(pool, Asked())
+    holder.token_to_kv_pool = other
+    put_back(holder, pool)
     assert holder.token_to_kv_pool is other
 
 
 def test_only_the_cast_to_a_wide_dtype_is_deferred():
     rows = torch.ones(4, 1, 2).to(torch.float8_e4m3fn)
     asked = []
-    deferred = DeferredCast(rows, lambda r, dtype: asked.append(dtype) or r.to(dtype))
+    deferred = DeferredCast(rows, Asked(cast=lambda r, dtype: asked.append(dtype) or r.to(dtype)))
     assert deferred.to(torch.bfloat16).dtype == torch.bfloat16
     assert deferred.to(torch.float32).dtype == torch.float32
     assert deferred.to(dtype=torch.float16).dtype == torch.float16
@@ -442,7 +450,7 @@ def test_fast_without_nvrtc_says_once_who_decodes(monkeypatch, caplog):
 
 
 def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
-    from kvlab.patch import hooks
+    from kvlab.patch import hooks, plan_hooks
     from kvlab.patch.runtime import Runtime
 
     class Wrapper:
@@ -462,7 +470,7 @@ def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
             hooks.Replacements(),
             Wrapper(),
         )
-        hooks._patch_plans(runtime, module, done)
+        plan_hooks.patch_plans(runtime, module, done)
         module.fast_mla_decode_plan(wrapper, lengths[0], lengths[0], causal=True)
         assert wrapper._kv_indptr_buf.tolist() == [0, 3]
         runtime.has_captured = captures
@@ -473,7 +481,7 @@ def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
         assert wrapper._kv_indptr_buf.tolist() == ([0, 5] if captures else [0, 3])
         assert (module.fast_mla_decode_plan is plan) is not captures
     # What somebody else put on top stays theirs, and calls ours, once.
-    hooks._patch_plans(runtime, module, done)
+    plan_hooks.patch_plans(runtime, module, done)
     runtime.has_captured = True
     ours = module.fast_mla_decode_plan
     module.fast_mla_decode_plan = theirs = lambda *args, **named: ours(*args, **named)
@@ -486,12 +494,13 @@ def test_a_verify_s_lengths_stay_fresh_for_graphs_that_outlive_the_patch():
 
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(is_copied, monkeypatch):
-    from kvlab.patch import hooks
+    from kvlab.patch import plan_hooks
 
     did = []
 
     class Event:
-        def record(self):
+        def record(self, stream):
+            assert stream == "current"
             did.append(("queued", id(self)))
 
         def query(self):
@@ -505,8 +514,9 @@ def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(is_copied, monk
         device = torch.device("cuda")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(hooks, "is_capturing", lambda device: False)
-    plan = hooks._in_turn(lambda wrapper, *rest: did.append(("planned", rest)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(plan_hooks, "is_capturing", lambda device: False)
+    plan = plan_hooks._in_turn(lambda wrapper, *rest: did.append(("planned", rest)))
     one, other = Wrapper(), Wrapper()
     for wrapper in (one, other, one):
         plan(wrapper, 1)

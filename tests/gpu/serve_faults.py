@@ -115,10 +115,10 @@ def repeated_launch_raises() -> None:
 
     right = layers.WriteAndCast.again
 
-    def again(self: Any, buffer: Any, *rest: Any) -> Any:
-        if self._launches is not None and buffer.shape[0] > 4096 and _trigger().exists():
+    def again(self: Any, new: Any, *rest: Any) -> Any:
+        if self._launches is not None and new.buffer.shape[0] > 4096 and _trigger().exists():
             raise RuntimeError("injected: a repeated launch raises while serving")
-        return right(self, buffer, *rest)
+        return right(self, new, *rest)
 
     layers.WriteAndCast.again = again
 
@@ -162,12 +162,12 @@ def no_scratch() -> None:
 
 def half_applied() -> None:
     """The patch breaks after it has replaced the forward methods of the first backend."""
-    from kvlab.patch import hooks
+    from kvlab.patch import plan_hooks
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("injected: the patch breaks half way")
 
-    hooks._patch_plans = breaks
+    plan_hooks.patch_plans = breaks
 
 
 def removed_while_serving() -> None:

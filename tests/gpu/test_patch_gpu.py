@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvlab.kernels import direct
-from kvlab.patch import hooks, selfcheck
+from kvlab.patch import hooks, selfcheck, write
 from kvlab.patch.policy import Facts
 from kvlab.patch.runtime import Runtime, Step
 from kvlab.patch.sites import Site
@@ -336,12 +336,13 @@ def test_the_launches_of_a_layer_are_made_again_for_those_laid_out_alike(page_si
                     ).copy_(pool)
                 )
                 out = torch.full((slots, 1, WIDTH), 7, dtype=dtype, device="cuda")
-                if again and its.again(buffer, loc, nope, rope, buffer.view(fp8), out, active):
+                given = write.NewRows(buffer, loc, nope, rope, fp8, write.laid_out(buffer, loc, nope, rope))
+                if again and its.again(given, buffer.view(fp8), out, active):
                     made.append((step, number))
                 else:
                     kv_write.write(buffer, loc, nope, rope, fp8, out)
                     cast.shadow_cast(buffer.view(fp8), out, active)
-                    its.note(buffer, loc, nope, rope, fp8, buffer.view(fp8), out, active)
+                    its.note(given, buffer.view(fp8), out, active)
                 found.append((buffer, out.view(torch.int16)))
             assert all(map(torch.equal, *found))
     assert (0, 1) in made

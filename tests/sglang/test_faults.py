@@ -10,7 +10,7 @@ import torch
 from rig.world import ForwardMode, World, fa3, flashinfer_mla
 
 from kvlab import patch
-from kvlab.patch import api, casts, hooks, selfcheck, write
+from kvlab.patch import api, casts, hooks, plan_hooks, selfcheck, write
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.scratch import Scratch
 from kvlab.patch.sites import installed
@@ -267,7 +267,7 @@ def test_strict_refuses_a_backend_that_would_be_served_by_stock(monkeypatch):
 def test_a_patch_that_breaks_inside_sglangs_import_does_not_break_the_import(monkeypatch, caplog):
     before = originals()
     sites = [s for s in installed().recognised if s.family == "flashinfer_mla"]
-    monkeypatch.setattr(hooks, "_patch_plans", raising(RuntimeError("half way")))
+    monkeypatch.setattr(plan_hooks, "patch_plans", raising(RuntimeError("half way")))
     runtime, done, marked = Runtime("exact", is_strict=False, version="X"), hooks.Replacements(), []
     hooks._patch_imported(runtime, flashinfer_mla, sites, done, marked.append)
     assert originals() == before

@@ -148,7 +148,7 @@ def test_dflash_verify_replay_refreshes_no_lengths_on_the_device(frozen, monkeyp
     assert_pairs(pairs())
     frozen.clear()
     # Without the hook on its plan the lengths on the device are those of the capture.
-    monkeypatch.setattr("kvlab.patch.hooks._refreshing", lambda runtime, plan: plan)
+    monkeypatch.setattr("kvlab.patch.plan_hooks._refreshing", lambda runtime, plan: plan)
     assert any(not torch.equal(a, b) for want, got in pairs() for a, b in zip(want, got, strict=True))
 
 

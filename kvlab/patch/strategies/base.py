@@ -1,7 +1,6 @@
 """What a strategy is given and what it answers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,23 +21,15 @@ class TakeOver(BaseException):
         self.compute = compute
 
 
-def nothing_waits(clear: torch.Tensor | None = None) -> bool:
-    """`Call.settle` where no rows wait."""
-    return False
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of `forward_decode` or `forward_extend` while it runs.
+class Call(Protocol):
+    """One call of `forward_decode` or `forward_extend` while it runs, as a strategy sees it.
 
     `is_direct`: the tables are cast as they are, without a list (`attempt.is_direct`). `kept`: what a
-    strategy keeps for the other layers of the pass; new metadata ends it. `pending`: new rows that are not
-    written yet, where the strategy said that they may wait. One that writes them with its cast sets it to
-    None (`is_apart`: by a launch of their own); `settle()` writes them by themselves; `settle(wide)` also
-    zeroes slot 0 of a wide layer, and says if it did.
+    strategy keeps for the other layers of the pass; new metadata ends it. `undo`: what puts back what it
+    swapped, newest last. `pending`: new rows that are not written yet, where the strategy said that they may
+    wait. One that writes them with its cast sets it to None (`is_apart`: by a launch of their own).
     """
 
-    site: str
     kind: str
     adapter: Adapter
     backend: Any
@@ -49,16 +40,19 @@ class Call:
     reads: Reads
     facts: Facts
     scratch: Scratch
-    lane: str = "shared"
-    lasts: bool = False
-    is_capturing: bool = False
-    generation: int = 0
-    is_direct: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    pending: NewRows | None = None
-    is_apart: bool = False
-    settle: Callable[..., bool] = nothing_waits
+    lane: str
+    lasts: bool
+    is_capturing: bool
+    generation: int
+    is_direct: bool
+    kept: dict[str, Any]
+    undo: list[Callable[[], None]]
+    pending: NewRows | None
+    is_apart: bool
+
+    def settle(self, clear: torch.Tensor | None = None) -> bool:
+        """Write `pending` now, by itself. True where that also zeroed slot 0 of `clear`, a wide layer."""
+        ...
 
 
 class Strategy(Protocol):

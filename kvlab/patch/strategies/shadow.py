@@ -77,7 +77,7 @@ class Shadow(Plain):
         if layers is not None:
             if tables[0].page_size > 1:
                 casts.clear_tails(out, tables[0])
-            if layers.again(new.buffer, new.loc, new.nope, new.rope, rows, out, tables[0]):
+            if layers.again(new, rows, out, tables[0]):
                 call.pending, call.is_apart = None, True
                 return out
         is_clear = call.settle(out)
@@ -85,7 +85,7 @@ class Shadow(Plain):
         for source in tables:
             casts.shadow(rows, out, source)
         if layers is not None and is_clear:
-            layers.note(new.buffer, new.loc, new.nope, new.rope, new.fp8, rows, out, tables[0])
+            layers.note(new, rows, out, tables[0])
         return out
 
 
