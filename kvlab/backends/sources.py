@@ -20,16 +20,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kvlab import locks
 from kvlab.errors import BadInput
 
-# What is kept of a wheel: the Python that checks. Of compiled extensions only the messages of their checks,
-# as text: they are hundreds of megabytes.
+# What is kept of a wheel: the Python that checks (of flashinfer's, which grew to a hundred megabytes, what is
+# read). Of compiled extensions only the messages of their checks, as text: they are hundreds of megabytes.
 _KEEP = re.compile(
     r"(sglang/srt/(server_args|runtime_context|environ)\.py"
     r"|sglang/srt/(configs|arg_groups|layers/attention|mem_cache|model_executor|models|utils|plugins)/.*\.py"
-    r"|sglang/kernels/ops/attention/.*\.py|flashinfer/(?!data/).*\.py|(sgl_kernel|flash_mla)/.*\.py"
+    r"|sglang/kernels/ops/attention/.*\.py|(sgl_kernel|flash_mla)/.*\.py"
+    r"|flashinfer/(mla|mla/.*|utils|prefill|xqa|api_logging|version|_build_meta)\.py"
     r"|triton/backends/nvidia/compiler\.py|[^/]*\.dist-info/METADATA)"
 )
+# What importing it takes.
+_KEEP_WHOLE = re.compile(_KEEP.pattern + r"|flashinfer/(?!data/).*\.py")
 _COMPILED = re.compile(r"(sgl_kernel/flashmla_ops|sgl_kernel/sm100/common_ops|flash_mla/_C_legacy)\.abi3\.so")
 _MESSAGE = re.compile(rb"[\x20-\x7e]*(?:supported|must be|Expected)[\x20-\x7e]*")
 
@@ -187,8 +191,12 @@ def installed(package: str) -> Tree | None:
 
 def cached(package: str, release: str) -> Tree | None:
     """The release as unpacked before, or None."""
-    root = cache_root() / "sources" / f"{package}-{release}"
+    root = _root(package, release)
     return Tree(package, release, root) if (root / "complete").is_file() else None
+
+
+def _root(package: str, release: str) -> Path:
+    return cache_root() / "sources" / f"{package}-{release}"
 
 
 def at_hand(package: str, release: str) -> Tree | None:
@@ -199,27 +207,40 @@ def at_hand(package: str, release: str) -> Tree | None:
     return tree if tree is not None and tree.release == release else None
 
 
-def fetch(package: str, release: str) -> Tree:
+def fetch(package: str, release: str, *, whole: bool = False) -> Tree:
     """The release's source, downloaded with pip where it is neither cached nor installed.
 
-    Keeps Python files and the compiled extensions whose messages are read, not the wheel. Raises BadInput
-    where pip has no such wheel.
+    Keeps what is read of it, not the wheel; `whole` keeps what importing flashinfer takes. Whoever wants the
+    same release meanwhile waits for it. Raises BadInput where pip has no such wheel.
     """
-    if tree := at_hand(package, release):
+    root = _root(package, release)
+    if tree := _enough(package, release, whole):
         return tree
-    root = cache_root() / "sources" / f"{package}-{release}"
-    root.parent.mkdir(parents=True, exist_ok=True)
+    with locks.held(root.with_name(f".{root.name}.lock")):
+        return _enough(package, release, whole) or _download(package, release, root, whole)
+
+
+def _enough(package: str, release: str, whole: bool) -> Tree | None:
+    if not whole:
+        return at_hand(package, release)
+    return cached(package, release) if (_root(package, release) / "whole").is_file() else None
+
+
+def _download(package: str, release: str, root: Path, whole: bool) -> Tree:
     with tempfile.TemporaryDirectory(dir=root.parent) as temporary:
         scratch = Path(temporary)
         wheel_path = _wheel(package, release, scratch)
         tree = scratch / "tree"
+        keep = _KEEP_WHOLE if whole else _KEEP
         with zipfile.ZipFile(wheel_path) as wheel:
-            wheel.extractall(tree, [n for n in wheel.namelist() if _KEEP.fullmatch(n)])
+            wheel.extractall(tree, [n for n in wheel.namelist() if keep.fullmatch(n)])
             for name in filter(_COMPILED.fullmatch, wheel.namelist()):
                 kept = tree / (name + ".messages")
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text("\n".join(_messages(wheel.read(name))), encoding="utf-8")
         (tree / "complete").touch()
+        if whole:
+            (tree / "whole").touch()
         shutil.rmtree(root, ignore_errors=True)
         tree.rename(root)
     return Tree(package, release, root)

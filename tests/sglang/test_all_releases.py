@@ -4,7 +4,6 @@ import ast
 import inspect
 import sys
 import types
-from pathlib import Path
 
 import fetch_sources
 import pytest
@@ -14,7 +13,6 @@ from kvlab.patch.runtime import Runtime
 
 pytestmark = pytest.mark.sources
 
-SOURCES = fetch_sources.CACHE / "release-sources"
 # Lines of `get_key_buffer(` by release: flashinfer_mla extend and decode, fa3 extend and decode.
 LINES = {
     "0.5.8": (575, 639, 977, 1255),
@@ -28,7 +26,7 @@ LINES = {
 
 
 def root(release):
-    return SOURCES / f"sglang-{release}" / "sglang"
+    return fetch_sources.source("sglang", release) / "sglang"
 
 
 def found(release):
@@ -159,8 +157,9 @@ def test_no_sibling_casts_its_own_pool_in_decode_without_being_known(release):
 
 @pytest.mark.parametrize("version", fetch_sources.FLASHINFER)
 def test_flashinfer_keeps_the_attributes_that_the_adapter_reads(version):
-    folder = SOURCES / f"flashinfer-python-{version}" / "flashinfer"
-    text = "\n".join(p.read_text(encoding="utf-8") for p in sorted(Path(folder).rglob("*.py")))
+    folder = fetch_sources.source("flashinfer-python", version) / "flashinfer"
+    files = [*folder.glob("mla.py"), *sorted(folder.glob("mla/**/*.py"))]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in files)
     for name in ("_kv_indices_buf", "_kv_indptr_buf", "_qo_indptr_buf", "_use_cuda_graph"):
         assert f"self.{name} = " in text
     # The kernel gets the index buffer as it is at the call: swapping it is enough.

@@ -37,12 +37,18 @@ def in_flashinfer(flashinfer_needs):
     """`in_flashinfer("0.6.3", code)`: run code where that real flashinfer is importable; its stdout."""
 
     def run(version: str, code: str) -> str:
-        tree = sources.fetch("flashinfer-python", version)
+        tree = sources.fetch("flashinfer-python", version, whole=True)
         path = os.pathsep.join([str(tree.root), str(flashinfer_needs)])
         # Importing writes a JIT workspace below the home that it finds.
         home = sources.cache_root() / "sources" / "flashinfer-home"
         home.mkdir(exist_ok=True)
-        env = {**os.environ, "PYTHONPATH": path, "FLASHINFER_WORKSPACE_BASE": str(home), "HOME": str(home)}
+        env = {
+            **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": path,
+            "FLASHINFER_WORKSPACE_BASE": str(home),
+            "HOME": str(home),
+        }
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300
         )
