@@ -1,11 +1,12 @@
 """What became of each claim of the source text? The ledger as a table of the book."""
 
 from collections import Counter
+from collections.abc import Mapping
 from html import escape
 
 import msgspec
 
-from kvlab.book.values import claims
+from kvlab.book.values import Value, claims, describe
 from kvlab.errors import BadInput
 
 VERDICTS = ("confirmed", "corrected", "untestable here")
@@ -57,11 +58,19 @@ def counts() -> dict[str, int]:
     return {v: found[v] for v in VERDICTS}
 
 
-def show_ledger() -> None:
-    """Display the ledger: quote, verdict and why, and links to where each claim is decided."""
+def show_ledger(right: Mapping[str, tuple[Value, str]] | None = None) -> None:
+    """Display the ledger: quote, verdict and why, and links to where each claim is decided.
+
+    `right` gives corrected claims, by id, the figure that came out and its format. An id that the ledger
+    has not, or that is not corrected, is refused.
+    """
     from IPython.display import display
 
-    rows = "".join(map(_row, entries()))
+    right = right or {}
+    unknown = set(right) - {c.id for c in entries() if c.verdict == "corrected"}
+    if unknown:
+        raise BadInput(f"show_ledger: no corrected claim {', '.join(sorted(unknown))}")
+    rows = "".join(_row(c, right.get(c.id)) for c in entries())
     html = (
         '<div class="kv-scroll kv-ledger" tabindex="0" role="region" aria-label="the ledger of claims">'
         '<table class="table"><thead><tr><th scope="col">the text</th><th scope="col">verdict</th>'
@@ -72,13 +81,18 @@ def show_ledger() -> None:
     display({"text/html": html, "text/plain": plain}, raw=True)
 
 
-def _row(c: Claim) -> str:
+def _row(c: Claim, right: tuple[Value, str] | None = None) -> str:
     page, _, place = c.page.partition("#")
     link = f'<a href="{escape(page)}.html#{escape(place)}">{escape(page)}</a>'
     test = f"<br><code>{escape(c.test.rpartition('::')[2])}</code>" if c.test else ""
     kind = c.verdict.split()[0]
+    figure = ""
+    if right is not None:
+        value, spec = right
+        shown = escape(format(value, spec))
+        figure = f': <span class="kv-n" title="{escape(describe(value))}">{shown}</span>'
     return (
         f'<tr id="claim-{escape(c.id)}"><td>“{escape(c.quote)}”</td>'
-        f'<td><strong class="kv-verdict-{kind}">{escape(c.verdict)}</strong>. {escape(c.why)}</td>'
+        f'<td><strong class="kv-verdict-{kind}">{escape(c.verdict)}</strong>{figure}. {escape(c.why)}</td>'
         f"<td>{link}{test}</td></tr>"
     )

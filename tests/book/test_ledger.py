@@ -7,6 +7,7 @@ import pytest
 
 from kvlab.book.ledger import entries, show_ledger
 from kvlab.book.pages import pages
+from kvlab.book.values import compute
 from kvlab.errors import BadInput
 
 from .conftest import ROOT
@@ -25,10 +26,22 @@ def test_every_claim_stands_on_the_page_with_its_verdict(html):
         assert (c.test is None) or c.test.rpartition("::")[2] in shown
 
 
+def test_a_corrected_figure_stands_beside_its_verdict(html):
+    page = (html / "book" / "ledger.html").read_text("utf-8")
+    rows = dict(re.findall(r'<tr id="claim-(\w+)">(.*?)</tr>', page, re.S))
+    for claim in entries():
+        if claim.verdict == "corrected" and claim.value is not None:
+            pattern = r'</strong>: <span class="kv-n" title="([^"]+)">([^<]+)</span>'
+            figure = re.search(pattern, rows[claim.id])
+            assert figure, claim.id
+            assert "computed" in figure[1]
+            assert f"{claim.value:g}" not in figure[2].split()
+
+
 def test_every_link_leads_to_a_place_in_the_book(html):
     page = (html / "book" / "ledger.html").read_text("utf-8")
     links = re.findall(r'<td><a href="([\w-]+)\.html#([\w-]+)">', page)
-    assert len(links) == len(entries()) > 30
+    assert len(links) == len(entries()) > 40
     for name, place in links:
         assert f'id="{place}"' in (html / "book" / f"{name}.html").read_text("utf-8"), f"{name}#{place}"
 
@@ -57,6 +70,9 @@ def test_unknown_verdict_and_key_are_refused(tmp_path, monkeypatch):
     (reported / "claims.yml").write_text(claim % ("perhaps", ""))
     with pytest.raises(BadInput, match="'a': verdict 'perhaps' is none of confirmed"):
         show_ledger()
+    (reported / "claims.yml").write_text(claim % ("confirmed", ""))
+    with pytest.raises(BadInput, match="show_ledger: no corrected claim a"):
+        show_ledger({"a": (compute(lambda: 1), "")})
     (reported / "claims.yml").write_text(claim % ("confirmed", ", value: many"))
     with pytest.raises(BadInput, match="claim 'a': Expected `float"):
         entries()
