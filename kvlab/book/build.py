@@ -1,4 +1,7 @@
-"""From the sources to _build/html: check the numbers, execute what changed, render; warnings are errors."""
+"""From the sources to _build/html: check the numbers, execute what changed, render; warnings are errors.
+
+Builds and runs of one checkout take turns. One that was killed leaves nothing that the next takes for built.
+"""
 
 import contextlib
 import io
@@ -26,9 +29,18 @@ class BuildFailed(RuntimeError):
 
 def build(root: Path, *, chosen_run: str | None = None, say: Callable[[str], None] = print) -> Path:
     """Build the book into _build/html. Raises BuildFailed, CellFailed or BadInput, leaving no html then."""
+    with run.turn(root):
+        return _build(root, chosen_run, say)
+
+
+def _build(root: Path, chosen_run: str | None, say: Callable[[str], None]) -> Path:
     from kvlab.book import numbers, readme
 
     html = root / "_build" / "html"
+    unfinished = root / "_build" / ".unfinished"
+    if unfinished.is_file():
+        _discard(root)
+    unfinished.touch()
     try:
         problems = numbers.check(root)
         if problems:
@@ -39,11 +51,17 @@ def build(root: Path, *, chosen_run: str | None = None, say: Callable[[str], Non
             raise BuildFailed(problems)
         _render(root, chosen_run, say)
     except BaseException:
-        # Warnings are not repeated for cached pages: what a failed build wrote would let a second one pass.
-        shutil.rmtree(root / "_build" / ".doctrees", ignore_errors=True)
-        shutil.rmtree(html, ignore_errors=True)
+        _discard(root)
         raise
+    finally:
+        unfinished.unlink(missing_ok=True)
     return html
+
+
+def _discard(root: Path) -> None:
+    """Warnings are not repeated for cached pages: what a failed build wrote would let a second one pass."""
+    shutil.rmtree(root / "_build" / ".doctrees", ignore_errors=True)
+    shutil.rmtree(root / "_build" / "html", ignore_errors=True)
 
 
 def _execute(root: Path, chosen_run: str | None, say: Callable[[str], None]) -> dict[str, run.Executed]:

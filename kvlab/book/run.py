@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvlab import data
+from kvlab import data, locks
 from kvlab.book.pages import Page, pages
 from kvlab.errors import BadInput
 
@@ -54,6 +54,21 @@ class Executed:
 
 def executed_root(root: Path) -> Path:
     return root / "book" / "executed"
+
+
+@contextlib.contextmanager
+def turn(root: Path) -> Iterator[None]:
+    """The checkout's book to oneself: waits, after a line on stderr, for whoever builds or runs it."""
+
+    def waiting(holder: str) -> None:
+        sys.stderr.write(f"kvlab: the book is built or run by {holder}; waiting for it\n")
+        sys.stderr.flush()
+
+    with locks.held(root / "_build" / ".book.lock", waiting):
+        for left in executed_root(root).glob(".*-*"):
+            # Of an execution that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+        yield
 
 
 def runs(root: Path) -> list[Executed]:
@@ -310,12 +325,13 @@ def run_all(
     chapters: Sequence[Page], folder: Path, parameters: Mapping[str, Mapping[str, Any]], root: Path
 ) -> Iterator[Executed]:
     """Execute pages one by one (timings must not compete) into a folder that appears when all are done."""
-    executed_root(root).mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".new-", dir=executed_root(root)))
-    try:
-        for page in chapters:
-            yield execute(page, work, parameters[page.name], root)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with turn(root):
+        executed_root(root).mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".new-", dir=executed_root(root)))
+        try:
+            for page in chapters:
+                yield execute(page, work, parameters[page.name], root)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(work, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)

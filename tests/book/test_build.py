@@ -1,8 +1,12 @@
 """A small book, built as a reader builds the real one: what is redone, refused and left behind."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 import yaml
@@ -89,6 +93,16 @@ class Small:
 
     def kvlab(self, *args):
         return kvlab("book", *args, cwd=self.root, KVLAB_DATA=str(self.root / "data"))
+
+    def start(self, *args):
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvlab", "book", *args],
+            cwd=self.root,
+            env={**os.environ, "KVLAB_DATA": str(self.root / "data")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def build(self, ok=True):
         done = self.kvlab("build")
@@ -193,6 +207,72 @@ def test_changed_style_reaches_the_pages(again):
     after = again.stamps()
     assert after["chapter.html"] != before["chapter.html"]
     assert after["chapter.ipynb"] == before["chapter.ipynb"]
+
+
+# A chapter that executes for as long as a file `hold` is there.
+HELD = """
+```{code-cell} ipython3
+import time
+from pathlib import Path
+
+while Path("hold").exists():
+    time.sleep(1 / 2)
+```
+"""
+
+
+def held_by(first, again):
+    """A second build beside `first`, which holds the book: what it says while it waits."""
+    second = again.start("build")
+    line = f"kvlab: the book is built or run by process {first.pid}; waiting for it\n"
+    assert second.stderr.readline() == line
+    return second
+
+
+def start_held(again, more):
+    (again.root / "hold").touch()
+    again.write("chapter", CHAPTER + HELD + more)
+    first = again.start("build")
+    while not list((again.root / "book" / "executed").glob(".run-*")):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    return first
+
+
+def test_two_builds_at_once_take_turns(again):
+    first = start_held(again, "\nOne more sentence.\n")
+    second = held_by(first, again)
+    (again.root / "hold").unlink()
+    said = [process.communicate(timeout=300) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], said
+    assert "chapter: executed" in said[0][0]
+    assert "chapter: unchanged" in said[1][0]
+    assert "One more sentence." in again.text("chapter")
+
+
+def test_a_killed_build_holds_nobody_up_and_passes_for_nothing(again):
+    first = start_held(again, "\nSee {ref}`nowhere`.\n")
+    second = held_by(first, again)
+    first.kill()
+    first.communicate()
+    (again.root / "hold").unlink()
+    out, err = second.communicate(timeout=300)
+    # What the first one had begun is begun anew.
+    assert "chapter: executed" in out
+    assert second.returncode == 1
+    assert "undefined label: 'nowhere'" in err
+    assert not (again.root / "_build" / "html").exists()
+    assert [p.name for p in (again.root / "book" / "executed").iterdir()] == ["build"]
+
+
+def test_what_a_killed_build_left_is_rendered_again(again):
+    before = again.stamps()
+    (again.root / "_build" / ".unfinished").touch()
+    again.build()
+    after = again.stamps()
+    assert all(after[name] != before[name] for name in before if name.endswith(".html"))
+    assert after["chapter.ipynb"] == before["chapter.ipynb"]
+    assert not (again.root / "_build" / ".unfinished").exists()
 
 
 def test_page_with_a_typed_copy_fails(small):
@@ -322,9 +402,6 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch):
 
 
 def test_writing_a_page_needs_no_plotly_and_no_torch_until_used():
-    import subprocess
-    import sys
-
     heavy = ("plotly", "torch", "papermill", "sphinx")
     code = f"import sys, kvlab.book; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
