@@ -3,20 +3,22 @@ time.
 
     python tests/sglang/make_env.py 0.5.23 [--torch-index URL]
 
-prints the environment's interpreter. Needs Python 3.11 or newer and the standard library only.
+prints the environment's interpreter. Needs Python 3.11 or newer and the standard library only. torch and
+triton are two thirds of an environment and the same in all: where another one of this checkout has them,
+their files are linked.
 """
 
 import argparse
 import contextlib
+import csv
 import fcntl
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -41,11 +43,12 @@ def install(folder: Path, requirements: Path, torch_index: str | None) -> None:
     pins = requirements.read_text(encoding="utf-8")
     third_party = Stamp(folder / ".third-party", f"{sys.version_info[:2]} {pins}")
     if not third_party.is_current():
-        shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
         torch = re.search(r"^torch==\S+", pins, re.MULTILINE)
         if torch is None:
             raise SystemExit(f"{requirements}: no line torch==VERSION; pin it")
+        venv.create(folder, with_pip=True, clear=True)
+        if not share(folder, re.findall(r"^(torch|triton)==(\S+)", pins, re.MULTILINE), ROOT.glob(".venv*")):
+            venv.create(folder, with_pip=True, clear=True)
         index = ["--index-url", torch_index] if torch_index else []
         pip(python, *index, torch[0])
         pip(python, "--no-deps", "-r", str(requirements))
@@ -55,6 +58,37 @@ def install(folder: Path, requirements: Path, torch_index: str | None) -> None:
         # No build isolation: hatchling is among the pins.
         pip(python, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
         ours.write()
+
+
+def share(folder: Path, packages: list[tuple[str, str]], donors: Iterable[Path]) -> bool:
+    """Link each (name, version) from the first of `donors`, finished environments, that has it for a CPU.
+
+    Returns False where the file system links nothing; what was linked until then is left. Whatever is not
+    found is pip's, which replaces a file and never writes into one: the others keep theirs.
+    """
+    below = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
+    finished = [d for d in donors if (d / ".ready").is_file() or (d / ".third-party").is_file()]
+    for name, version in packages:
+        for site in (d / below for d in sorted(finished) if d != folder):
+            info = next(
+                (i for v in (version, f"{version}+cpu") if (i := site / f"{name}-{v}.dist-info").is_dir()),
+                None,
+            )
+            # A CUDA build comes with others, and its index decides which.
+            if info is None or "Requires-Dist: nvidia-" in (info / "METADATA").read_text(encoding="utf-8"):
+                continue
+            try:
+                with (info / "RECORD").open(newline="", encoding="utf-8") as record:
+                    # Scripts, outside, name their environment's interpreter.
+                    for path in (row[0] for row in csv.reader(record) if not row[0].startswith("..")):
+                        # Python makes what is compiled itself, and anew.
+                        if not path.endswith(".pyc") or (site / path).is_file():
+                            (folder / below / path).parent.mkdir(parents=True, exist_ok=True)
+                            os.link(site / path, folder / below / path)
+            except OSError:
+                return False
+            break
+    return True
 
 
 class Stamp:
@@ -72,7 +106,17 @@ class Stamp:
 
 def pip(python: Path, *args: str) -> None:
     """Quiet where it goes well, everything it said where not."""
-    command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *args]
+    # Python compiles what is imported, a small part of it.
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-compile",
+        "--disable-pip-version-check",
+        *args,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
