@@ -36,6 +36,8 @@ def test_a_corrected_figure_stands_beside_its_verdict(html):
             assert figure, claim.id
             assert "computed" in figure[1]
             assert f"{claim.value:g}" not in figure[2].split()
+    assert "44.53\u00a0GB = 41.47\u00a0GiB" in rows["shadow"]
+    assert "27.37\u00a0GB = 25.49\u00a0GiB" in rows["pool_gb"]
 
 
 def test_every_link_leads_to_a_place_in_the_book(html):
