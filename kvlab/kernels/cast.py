@@ -16,14 +16,14 @@ import torch
 
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.cast_cut import Tuning, constants, requests_held, tuning
+from kvlab.kernels.cast_cut import Tuning, constants, may_draw, requests_held, tuning
 from kvlab.kernels.cast_kernel import kvlab_cast
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
 from kvlab.kernels.chip import chip
 from kvlab.kernels.direct import Direct
 from kvlab.kernels.slot_list import SlotList, list_for, slot_list
 from kvlab.kernels.slot_map import SlotMap, check_table, map_workspace, slot_map
-from kvlab.kernels.tickets import tickets_of
+from kvlab.kernels.tickets import Counters, tickets_of
 
 __all__ = [
     "Tuning",
@@ -47,20 +47,22 @@ def shadow_cast(
     active: ActiveSlots | SlotList,
     *,
     cut: Tuning | None = None,
+    tickets: Counters = tickets_of,
 ) -> torch.Tensor:
     """Cast the active slots of `rows` into their own places in `shadow`.
 
     rows [slots, row] or [slots, 1, row], FP8 e4m3fn or e5m2, row stride free; shadow of the same shape, BF16
     or FP16. Nothing else is written. From tables, a slot is cast once for each request that reads it; given
     the step's `SlotList`, once: so no sharing costs more than the pool. Allocate `shadow` zeroed: attention
-    multiplies the tail of a last page by zero. Returns `shadow`.
+    multiplies the tail of a last page by zero. `tickets`: whose counters are drawn from, where tiles may be.
+    Returns `shadow`.
     """
     _check_layers(rows, shadow)
     if isinstance(active, SlotList):
         _check_list(active, rows)
     else:
         check_table(active, rows)
-    _launch(rows, shadow, active, compact=False, cut=cut)
+    _launch(rows, shadow, active, compact=False, cut=cut, tickets=tickets)
     return shadow
 
 
@@ -93,7 +95,7 @@ def gather_cast(
             f"compact: expected [{slot_map.rows} or more, {source.shape[1]}], got {described(compact)}"
         )
     expect("compact", target, "[rows, row]", device=source.device)
-    _launch(source, target, slot_map, compact=True, cut=cut)
+    _launch(source, target, slot_map, compact=True, cut=cut, tickets=tickets_of)
     return compact
 
 
@@ -124,19 +126,26 @@ def _launch(
     *,
     compact: bool,
     cut: Tuning | None,
+    tickets: Counters,
 ) -> None:
-    arguments = _arguments(source, target, active, compact=compact, cut=cut)
+    arguments = _arguments(source, target, active, compact=compact, cut=cut, tickets=tickets)
     if arguments is not None:
         _cast(*arguments)
 
 
-def prepared(rows: torch.Tensor, shadow: torch.Tensor, active: ActiveSlots) -> tuple[Any, ...] | None:
-    """The launch of such a `shadow_cast` that was made before (`Direct.prepared`), or None."""
-    arguments = _arguments(rows, shadow, active, compact=False, cut=None)
+def prepared(
+    rows: torch.Tensor, shadow: torch.Tensor, active: ActiveSlots, tickets: Counters = tickets_of
+) -> tuple[tuple[Any, ...], torch.Tensor] | None:
+    """The launch of such a `shadow_cast` that was made before (`Direct.prepared`) and its counters, or None.
+
+    The counters are `active.bounds` where no tile can be drawn: they are left alone then.
+    """
+    arguments = _arguments(rows, shadow, active, compact=False, cut=None, tickets=tickets)
     if arguments is None:
         return None
-    key, grid, _, numbers, _ = arguments
-    return _cast.prepared(key, grid, numbers)
+    key, grid, tensors, numbers, _ = arguments
+    made = _cast.prepared(key, grid, numbers)
+    return None if made is None else (made, tensors[-1])
 
 
 def _arguments(
@@ -146,6 +155,7 @@ def _arguments(
     *,
     compact: bool,
     cut: Tuning | None,
+    tickets: Counters,
 ) -> tuple[Any, ...] | None:
     """What `Direct` is called with; None where there is nothing to do. `source` [slots, width] or
     [slots, 1, width], as `target`.
@@ -179,16 +189,19 @@ def _arguments(
         }
 
     dtypes = source.dtype, target.dtype, table.dtype, bounds.dtype
+    programs = cut.grid * chip(device)[1]
+    # Nothing that is not drawn from needs memory: any other int32 of the launch stands for the counters.
+    draws = bounds.dtype != torch.int32 or may_draw(cut, width, programs, batch if paged else 1, limit)
     return (
         (device.index, cut, dtypes, strides, width, page_size, batches, filled is not None, compact),
-        cut.grid * chip(device)[1],
+        programs,
         (
             source if cut.native else source.view(torch.uint8),
             target,
             table,
             bounds,
             table if filled is None else filled,
-            tickets_of(target),
+            tickets(target) if draws else bounds,
         ),
         (*strides, table.stride(0) if paged else 0, source.shape[0], batch, limit),
         compiled_with,

@@ -10,6 +10,8 @@ from kvlab.kernels.chip import chip
 
 # 32-bit registers of an SM, of every chip since SM80.
 _REGISTERS = 65536
+# From so many tiles a program on they are drawn; an atomic each is dear before that.
+DRAWN = 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,14 @@ def constants(cut: Tuning, width: int, is_aligned: bool) -> dict[str, int | bool
         # What lets so many programs stay on an SM; the compiler may spill below it, or pass it by one.
         **({"maxnreg": registers} if in_words and registers < 255 else {}),
     }
+
+
+@lru_cache
+def may_draw(cut: Tuning, width: int, programs: int, requests: int, rows: int) -> bool:
+    """Can tiles be drawn where each of `requests` has at most `rows` rows of `width` bytes?"""
+    its = constants(cut, width, False)
+    rows_a_tile = int(its["LANES"]) // (width // int(its["UNIT"]))
+    return requests * -(-rows // rows_a_tile) > DRAWN * programs
 
 
 def widest_unit(width: int, most: int) -> int:

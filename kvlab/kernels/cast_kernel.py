@@ -9,11 +9,11 @@ tile `kvlab.kernels.cast_tiles`'.
 import triton
 import triton.language as tl
 
+from kvlab.kernels.cast_cut import DRAWN
 from kvlab.kernels.cast_tiles import entries, from_and_to, length_of, request_of, tile_lanes, walk_on
 from kvlab.kernels.widen import widen, widen_words
 
-# From so many tiles a program on they are drawn; an atomic each is dear before that.
-_DRAWN = tl.constexpr(4)
+_DRAWN = tl.constexpr(DRAWN)
 
 
 @triton.jit

@@ -26,10 +26,14 @@ def kernels(name: str) -> ModuleType:
     return importlib.import_module(f"kvlab.kernels.{name}")
 
 
-def shadow(rows: torch.Tensor, out: torch.Tensor, active: Any) -> torch.Tensor:
-    """Active rows, of tables or of a `slot_list`, to their own places in `out`, which is shaped as `rows`."""
+def shadow(rows: torch.Tensor, out: torch.Tensor, active: Any, tickets: Any = None) -> torch.Tensor:
+    """Active rows, of tables or of a `slot_list`, to their own places in `out`, which is shaped as `rows`.
+
+    `tickets`: whose counters are drawn from (`kernels.tickets`), None: those that last.
+    """
     if on_device(rows.device):
-        return kernels("cast").shadow_cast(rows, out, active)
+        given = {} if tickets is None else {"tickets": tickets}
+        return kernels("cast").shadow_cast(rows, out, active, **given)
     from kvlab.kernels import reference
 
     return reference.shadow_cast(rows, out, active)

@@ -18,6 +18,7 @@ from kernel_inputs import (
     poison,
     ragged_case,
     random_pool,
+    stock_bits,
     untouched,
 )
 
@@ -32,6 +33,7 @@ from kvlab.kernels.cast import (
     slot_list,
     slot_map,
 )
+from kvlab.kernels.cast_cut import DRAWN, Tuning, constants, may_draw
 from kvlab.kernels.slot_map import compact_rows
 from kvlab.kernels.tickets import tickets_of
 
@@ -300,6 +302,59 @@ def test_a_cast_leaves_its_counters_to_the_next(listed, device):
         written = (bits(shadow).view(400, WIDTH) != UNTOUCHED).any(dim=1).nonzero()[:, 0]
         assert torch.equal(written, case.active.distinct(400))
         assert not tickets_of(shadow).any()
+
+
+@pytest.mark.parametrize("tokens", [150, 196, 204, 330])
+@pytest.mark.parametrize("kind", ["tables", "pages", "list"])
+def test_who_draws_no_tile_needs_no_counters(kind, tokens, device):
+    """Whether tiles may be drawn is known from what the tables can hold. Without counters of its own a cast
+    that draws none leaves what stands for them, the bounds, as it was.
+    """
+    slots = tokens + 9
+    if kind == "pages":
+        case = paged_case([tokens], 1, num_slots=slots, seed=5, device=device)
+    else:
+        case = ragged_case([tokens], num_slots=slots, seed=5, device=device)
+    rows = random_pool(slots, WIDTH, torch.float8_e4m3fn, seed=2, device=device)
+    source = slot_list(case.active, list_for(slots, rows.device)) if kind == "list" else case.active
+    bounds = (source.count if kind == "list" else source.bounds).clone()
+    given = []
+
+    def counters(target):
+        given.append(torch.zeros(4, dtype=torch.int32, device=device))
+        return given[-1]
+
+    for _ in range(2):
+        shadow = untouched(slots, 1, WIDTH, dtype=torch.bfloat16, device=device)
+        shadow_cast(rows, shadow, source, tickets=counters)
+        at = case.active.distinct(slots)
+        assert torch.equal(bits(shadow)[at], stock_bits(rows, torch.bfloat16)[at])
+        assert torch.equal(source.count if kind == "list" else source.bounds, bounds)
+    assert not any(t.any() for t in given)
+    # 25 rows a tile, two programs: the ninth tile is drawn.
+    room = slots if kind == "list" else source.table.numel()
+    assert bool(given) == (room > 200)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=6)
+    | st.builds(lambda n, times: [n] * times, st.integers(0, 5000), st.integers(1, 6)),
+    width=st.sampled_from([48, 64, 576]),
+    programs=st.integers(1, 40),
+    native=st.booleans(),
+)
+@bounded
+def test_a_cast_that_may_not_draw_has_no_tile_to_draw(lengths, width, programs, native):
+    """What the kernel counts on the device, for any lengths up to what the host knows of them."""
+    cut = Tuning(lanes=1024 if native else 128, unit=8, warps=8, grid=1, native=native)
+    compiled = constants(cut, width, False)
+    rows = compiled["LANES"] // (width // compiled["UNIT"])
+    most = max(lengths)
+    tiles = sum(-(-n // rows) for n in lengths)
+    is_drawn = tiles > DRAWN * programs
+    assert may_draw(cut, width, programs, len(lengths), most) >= is_drawn
+    if min(lengths) == most:
+        assert may_draw(cut, width, programs, len(lengths), most) == is_drawn
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

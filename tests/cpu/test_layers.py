@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.kernels import cast, direct, kv_write
+from kvlab.kernels import cast, direct, kv_write, tickets
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.direct import Direct
 from kvlab.kernels.layers import WriteAndCast
@@ -48,8 +48,9 @@ def launched(monkeypatch):
     return told
 
 
-def tables():
-    return ActiveSlots.ragged(torch.arange(9, dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32))
+def tables(tokens=9):
+    ints = {"dtype": torch.int32}
+    return ActiveSlots.ragged(torch.zeros(tokens, **ints), torch.tensor([0, tokens], **ints))
 
 
 def pages():
@@ -169,14 +170,34 @@ def test_nor_are_other_tables_tensors_off_16_bytes_or_launches_that_somebody_wat
 
 
 def test_casts_of_two_streams_draw_from_counters_of_their_own(launched, monkeypatch):
-    layers, active = WriteAndCast(), tables()
+    """Where tiles may be drawn. They are this step's: another begins with others, zero."""
+    seen = []
+    for active in (tables(400), tables(400)):
+        layers = WriteAndCast()
+        noted(layers, layer(), active)
+        counters = {stream: torch.zeros(4, dtype=torch.int32) for stream in (7, 8)}
+        for stream in (7, 8, 7):
+            monkeypatch.setattr("kvlab.kernels.layers.current_stream", lambda device, stream=stream: stream)
+            monkeypatch.setattr(layers, "tickets", lambda wide, its=counters[stream]: its)
+            assert layers.again(*of(layer()), active)
+            assert launched[-1][2][5] == counters[stream].data_ptr()
+        seen += counters.values()
+    assert len({t.data_ptr() for t in seen}) == 4
+
+
+def test_where_no_tile_can_be_drawn_nothing_is_kept_for_it(launched):
+    """The launch gets the bounds in the counters' place, and leaves them alone (test_cast)."""
+    layers, active = WriteAndCast(), tables(300)
     noted(layers, layer(), active)
-    counters = {stream: torch.zeros(4, dtype=torch.int32) for stream in (7, 8)}
-    for stream in (7, 8, 7):
-        monkeypatch.setattr("kvlab.kernels.layers.current_stream", lambda device, stream=stream: stream)
-        monkeypatch.setattr("kvlab.kernels.layers.tickets_of", lambda wide, stream=stream: counters[stream])
-        assert layers.again(*of(layer()), active)
-        assert launched[-1][2][5] == counters[stream].data_ptr()
+    assert layers.again(*of(layer()), active)
+    assert launched[-1][2][5] == active.bounds.data_ptr()
+    assert not layers.tickets._of
+    assert not tickets._tickets
+
+
+@pytest.fixture(autouse=True)
+def nobody_s(monkeypatch):
+    monkeypatch.setattr(tickets, "_tickets", {})
 
 
 def test_tables_that_were_resized_in_place_are_others(launched):

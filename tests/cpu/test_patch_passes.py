@@ -1,12 +1,15 @@
 """Which slots a pass reads is found once: the list serves the layers of one pass, and of no other."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_inputs import bits, random_pool, stock_bits
 
+from kvlab.kernels import tickets
 from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.tickets import PassTickets
 from kvlab.patch import casts
 from kvlab.patch.scratch import Scratch
 from kvlab.patch.strategies.passes import Passes
@@ -41,6 +44,7 @@ def call(backend, layer, active, /, **changed):
         "scratch": SCRATCH,
         "pending": None,
         "is_direct": False,
+        "kept": {},
         "settle": lambda: None,
     }
     return SimpleNamespace(**(facts | changed))
@@ -200,6 +204,7 @@ def test_graphs_off_a_layer_s_launches_are_the_last_one_s(again, page_size, devi
     layers = SimpleNamespace(
         again=lambda *given: told.append(("again", len(given))) or again,
         note=lambda *given: told.append(("note", len(given))),
+        tickets=PassTickets(),
     )
     monkeypatch.setattr(casts, "clear_tails", lambda out, active: told.append(("tails", active.page_size)))
     rows = random_pool(SLOTS, WIDTH, torch.float8_e4m3fn, seed=1, device=device)
@@ -223,3 +228,36 @@ def test_graphs_off_a_layer_s_launches_are_the_last_one_s(again, page_size, devi
     else:
         assert told == [*tails, ("again", 4), ("settle",), *tails, ("note", 4)]
         assert torch.equal(bits(wide)[4:6], stock_bits(rows, torch.bfloat16)[4:6])
+
+
+def test_graphs_off_counters_that_a_cast_left_behind_end_with_its_pass(device, monkeypatch):
+    """Bounds that change during a cast leave them counting: that pass leaves tiles out, the next begins anew,
+    and nothing is kept between.
+    """
+    monkeypatch.setattr(tickets, "_tickets", {})
+    slots = 700
+    rows = random_pool(slots, WIDTH, torch.float8_e4m3fn, seed=1, device=device)
+    active = tables(list(range(1, slots)), device)
+    stock = stock_bits(rows, torch.bfloat16)
+
+    def wide(kept):
+        its = call(Backend(), 0, active, lasts=False, is_direct=True, kept=kept)
+        its.settle = lambda clear: False
+        its.scratch = SimpleNamespace(
+            rows=lambda *shape, lasts: torch.zeros(slots, 1, WIDTH, dtype=torch.bfloat16, device=device)
+        )
+        return bits(Shadow().cast(its, rows, torch.bfloat16))
+
+    kept = {}
+    for _ in range(2):
+        assert torch.equal(wide(kept)[1:], stock[1:])
+    (counters,) = kept["write and cast"].tickets._of.values()
+    assert not counters.any()
+    counters[0] = 3
+    assert not torch.equal(wide(kept)[1:], stock[1:])
+    gone = weakref.ref(counters)
+    del counters
+    kept.clear()
+    assert gone() is None
+    assert torch.equal(wide(kept)[1:], stock[1:])
+    assert not tickets._tickets

@@ -46,10 +46,10 @@ def _raising(when: Any, text: str) -> None:
 
     right, with_write = casts.shadow, casts.write_shadow
 
-    def shadow(rows: Any, out: Any, active: Any) -> Any:
+    def shadow(rows: Any, out: Any, *rest: Any) -> Any:
         if when(rows):
             raise RuntimeError(text)
-        return right(rows, out, active)
+        return right(rows, out, *rest)
 
     def write_shadow(found: Any, out: Any, new: Any, *rest: Any, **named: Any) -> Any:
         if when(new.buffer):
@@ -69,8 +69,8 @@ def self_check_is_wrong() -> None:
 
     right = casts.shadow
 
-    def shadow(rows: Any, out: Any, active: Any) -> Any:
-        right(rows, out, active)
+    def shadow(rows: Any, out: Any, *rest: Any) -> Any:
+        right(rows, out, *rest)
         out.view(_int16())[2, 0, 7] ^= 1
         return out
 

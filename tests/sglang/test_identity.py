@@ -170,7 +170,7 @@ def test_control_a_patch_that_casts_nothing_is_caught(monkeypatch):
 
     lengths = [5, 17]
     world = with_requests("flashinfer_mla", torch.float8_e4m3fn, lengths)
-    monkeypatch.setattr(casts, "shadow", lambda rows, out, active: out.zero_())
+    monkeypatch.setattr(casts, "shadow", lambda rows, out, *rest: out.zero_())
     batch = batch_of(world, "decode", lengths)
     tensors = world.tensors(batch)
     with world.unpatched():

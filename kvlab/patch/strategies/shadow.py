@@ -69,12 +69,11 @@ class Shadow(Plain):
     def _direct(self, call: Call, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """New rows, if any wait, to the pool; then the tables' rows as they are read."""
         tables, new = call.reads.tables, call.pending
-        layers = None
-        if new is not None and len(tables) == 1:
-            layers = call.kept.get("write and cast")
-            if layers is None and casts.on_device(rows.device):
-                layers = call.kept["write and cast"] = casts.kernels("layers").WriteAndCast()
-        if layers is not None:
+        layers = call.kept.get("write and cast")
+        if layers is None and casts.on_device(rows.device):
+            layers = call.kept["write and cast"] = casts.kernels("layers").WriteAndCast()
+        is_usual = layers is not None and new is not None and len(tables) == 1
+        if is_usual:
             if tables[0].page_size > 1:
                 casts.clear_tails(out, tables[0])
             if layers.again(new, rows, out, tables[0]):
@@ -83,8 +82,8 @@ class Shadow(Plain):
         is_clear = call.settle(out)
         clear_unread(out, tables, is_clear=is_clear)
         for source in tables:
-            casts.shadow(rows, out, source)
-        if layers is not None and is_clear:
+            casts.shadow(rows, out, source, None if layers is None else layers.tickets)
+        if is_usual and is_clear:
             layers.note(new, rows, out, tables[0])
         return out
 
