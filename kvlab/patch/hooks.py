@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kvlab.patch import plan_hooks
+from kvlab.patch.calls import through
 from kvlab.patch.replacements import Replacements
 from kvlab.patch.runtime import Runtime, Step
 from kvlab.patch.sites import Site
@@ -116,7 +117,7 @@ def _patch_module(
     mine = Replacements()
     try:
         for site in sites:
-            mine.set(cls, site.method, _forward(runtime, site, vars(cls)[site.method]))
+            mine.set(cls, site.method, through(runtime, site, vars(cls)[site.method]))
         family = sites[0].family
         for name, after in _after(runtime, family).items():
             original = vars(cls).get(name)
@@ -130,16 +131,6 @@ def _patch_module(
     done.extend(mine)
     for site in sites:
         mark(site)
-
-
-def _forward(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(
-        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        return runtime.call(site, original, self, q, k, v, layer, forward_batch, *args, **kwargs)
-
-    return forward
 
 
 def _then(original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:

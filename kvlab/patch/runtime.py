@@ -1,4 +1,4 @@
-"""One call through the seam: decide, take the strategy's path, and take stock's whenever anything is amiss.
+"""What does this process serve each backend with, and what does it know of it?
 
 Decisions are made once a backend and call kind, before capture, and logged in one line.
 """
@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
-from kvlab.patch import casts, policy, selfcheck, write
-from kvlab.patch.attempt import Attempt, one_line
+from kvlab.patch import calls, casts, policy, selfcheck, write
+from kvlab.patch.attempt import one_line
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
 from kvlab.patch.scratch import Scratch, is_capturing
-from kvlab.patch.seam import PoolView, is_view, put_back
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Basis, Standing, a_layer
-from kvlab.patch.strategies import Plain, Strategy, TakeOver, all_strategies
+from kvlab.patch.strategies import Plain, Strategy, all_strategies
 
 log = logging.getLogger("kvlab.patch")
 
@@ -67,7 +66,7 @@ class Runtime:
         self.is_refreshing = False
         self.server: dict[str, Any] = before.server if before is not None else {}
         self.on_change: Callable[[bool], None] = lambda force: None
-        self._states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
+        self.states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
         self._checked: dict[tuple[Any, ...], str | None] = {}
         self._said: set[str] = set()
         # While a backend is built: what failed its check, by cause.
@@ -75,13 +74,13 @@ class Runtime:
         self._broken: dict[str, str] = {}
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
-        for backend, state in before._states.items() if before is not None else ():
+        for backend, state in before.states.items() if before is not None else ():
             # A backend is built once: what was seen then is still so.
-            self._states[backend] = BackendState(state.family, state.server_args, state.graphs)
+            self.states[backend] = BackendState(state.family, state.server_args, state.graphs)
 
     def built(self, family: str, backend: Any, model_runner: Any) -> None:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
-        state = self._state(family, backend)
+        state = self.state(family, backend)
         state.server_args = getattr(model_runner, "server_args", None)
         self.server = self.server or _server(model_runner)
         pool = getattr(model_runner, "token_to_kv_pool", None) or getattr(backend, "token_to_kv_pool", None)
@@ -109,7 +108,7 @@ class Runtime:
     def _decide_all(
         self, family: str, backend: Any, model_runner: Any, pool: Any, rows: torch.Tensor
     ) -> None:
-        state = self._state(family, backend)
+        state = self.state(family, backend)
         config = getattr(model_runner, "model_config", None)
         for kind in _kinds(backend):
             facts = Facts(
@@ -133,7 +132,7 @@ class Runtime:
 
     def graphs_ready(self, family: str, backend: Any) -> None:
         """After `init_cuda_graph_state`: from now on the scratch lasts; ask for it before capture."""
-        state = self._state(family, backend)
+        state = self.state(family, backend)
         state.graphs = True
         state.standing.clear()
         for facts, choice in list(state.choices.items()):
@@ -146,10 +145,10 @@ class Runtime:
         if step.is_graph and not step.is_capture:
             self.replayed(family, backend, step.mode, step.batch, step.tokens)
             return
-        state = self._state(family, backend)
+        state = self.state(family, backend)
         state.generation += 1
         # Without graphs, what is kept for a pass is memory that another backend's pass is to find free.
-        for ended in (state,) if state.graphs else list(self._states.values()):
+        for ended in (state,) if state.graphs else list(self.states.values()):
             ended.standing.clear()
         state.graph = None
         if step.is_capture:
@@ -162,7 +161,7 @@ class Runtime:
 
         `tokens`: cached tokens of the batch, where the host knows them; else anything that is no integer.
         """
-        state = self._states.get(backend) or self._state(family, backend)
+        state = self.states.get(backend) or self.state(family, backend)
         state.generation += 1
         if state.standing:
             state.standing.clear()
@@ -170,59 +169,9 @@ class Runtime:
         self.counters.replay(key, tokens if isinstance(tokens, int) else None)
         self.on_change(False)
 
-    def call(
-        self,
-        site: Site,
-        original: Callable[..., Any],
-        backend: Any,
-        q: torch.Tensor,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """What `original` returns, with the pool cast the cheap way where that is certain to be right."""
-
-        if not self.is_active or torch.compiler.is_compiling():
-            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-        holder = backend if site.holder == "self" else forward_batch
-        pool = getattr(holder, "token_to_kv_pool", None)
-        if pool is None or is_view(pool) or getattr(pool, "dtype", None) not in FP8_DTYPES:
-            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-
-        state = self._states.get(backend) or self._state(site.family, backend)
-        captures = is_capturing(q.device)
-        graph = None
-        if captures:
-            self.has_captured = True
-            graph = state.graph
-        q_rope = kwargs.get("q_rope")
-        if q_rope is None and len(args) > 1:
-            # save_kv_cache, q_rope, k_rope may come by position.
-            q_rope = args[1]
-        attempt = Attempt(self, state, site, backend, layer, forward_batch, q, q_rope, graph, captures)
-        holder.token_to_kv_pool = PoolView(pool, attempt)
-        try:
-            try:
-                try:
-                    attempt.enter(pool)
-                    return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-                finally:
-                    put_back(holder, pool)
-            except TakeOver as taken:
-                attempt.leave()
-                try:
-                    return taken.compute()
-                except Exception as e:
-                    self.broke(attempt.strategy_name, e)
-                    attempt.fell_back(f"{attempt.strategy_name} failed")
-            # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
-            # Behind the handlers, whose tracebacks hold what the strategy had allocated.
-            return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-        finally:
-            attempt.end()
+    def call(self, site: Site, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `original(*args, **kwargs)` returns, through the seam (`calls.through`)."""
+        return calls.through(self, site, original)(*args, **kwargs)
 
     def decide(self, state: BackendState, site: Site, basis: Basis, rows: torch.Tensor) -> Standing:
         """What the calls of `basis` get."""
@@ -312,7 +261,7 @@ class Runtime:
 
     def native_kv_dtype(self, backend: Any) -> torch.dtype | None:
         """The KV dtype to plan decode with where `native` serves it, else None."""
-        state = self._states.get(backend) if backend is not None else None
+        state = self.states.get(backend) if backend is not None else None
         if state is None or not self.is_active:
             return None
         for facts, choice in state.choices.items():
@@ -324,7 +273,7 @@ class Runtime:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
         if strategy not in self._broken:
             self._broken[strategy] = f"failed while serving: {one_line(error)}"
-            for state in list(self._states.values()):
+            for state in list(self.states.values()):
                 state.standing.clear()
             self.say(f"{strategy} failed ({one_line(error)}); {outcome}, {strategy} is not used again")
         self.on_change(True)
@@ -420,11 +369,11 @@ class Runtime:
             log.info("kvlab: %s", line)
         self.on_change(True)
 
-    def _state(self, family: str, backend: Any) -> BackendState:
-        found = self._states.get(backend)
+    def state(self, family: str, backend: Any) -> BackendState:
+        found = self.states.get(backend)
         if found is None:
             # Not seen being built: the patch came later.
-            found = self._states[backend] = BackendState(family, _server_args())
+            found = self.states[backend] = BackendState(family, _server_args())
         return found
 
 

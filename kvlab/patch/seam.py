@@ -103,10 +103,6 @@ class PoolView:
 _pool, _call = (vars(PoolView)[name].__set__ for name in ("_pool", "_call"))
 
 
-def is_view(pool: Any) -> bool:
-    return type(pool) is PoolView
-
-
 def put_back(holder: Any, pool: Any) -> None:
     """`holder.token_to_kv_pool` was a view of `pool` and is `pool` again."""
     # Someone may have put another pool there meanwhile: that one stays.

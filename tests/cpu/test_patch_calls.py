@@ -125,7 +125,7 @@ def one(backend, runtime, *, layer=LAYER, kind="decode", dtype=torch.bfloat16, t
     batch = SimpleNamespace(seq_lens_sum=tokens)
     got = runtime.call(site, Backend.forward_decode, backend, q, None, None, layer, batch)
     assert torch.equal(got, Backend.forward_decode(backend, q, None, None, layer, batch))
-    return runtime._states[backend].standing[kind]
+    return runtime.states[backend].standing[kind]
 
 
 def other_pool(backend, runtime):
@@ -194,7 +194,7 @@ def test_a_decision_stands_until_something_that_it_was_read_from_is_another(chan
 def test_pages_of_another_size_are_another_decision():
     backend, runtime = Backend(), Runtime("shadow", is_strict=False, version=None)
     backend.page_size = 16
-    state, q = runtime._state("fa3", backend), torch.zeros(1, HEADS, RANK + ROPE, dtype=torch.bfloat16)
+    state, q = runtime.state("fa3", backend), torch.zeros(1, HEADS, RANK + ROPE, dtype=torch.bfloat16)
 
     def decided():
         site = replace(SITE, family="fa3")

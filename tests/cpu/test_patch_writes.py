@@ -159,8 +159,8 @@ def test_a_captured_layer_lasts_also_where_nobody_said_that_there_are_graphs(cap
     kept = []
 
     def prepare(runtime, backend):
-        runtime.choice(runtime._state("flashinfer_mla", backend), facts())
-        monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: captures)
+        runtime.choice(runtime.state("flashinfer_mla", backend), facts())
+        monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: captures)
         kept.append(runtime.scratch)
 
     both(prepare=prepare)
@@ -172,7 +172,7 @@ def test_prefill_and_decode_at_once_have_a_layer_each():
 
     def prepare(runtime, backend):
         with_graphs(runtime, backend)
-        runtime._state("flashinfer_mla", backend).server_args = SimpleNamespace(enable_pdmux=True)
+        runtime.state("flashinfer_mla", backend).server_args = SimpleNamespace(enable_pdmux=True)
         kept.append(runtime.scratch)
 
     both(prepare=prepare)
@@ -225,7 +225,7 @@ def test_a_failure_loses_no_row(cause, monkeypatch):
 
     def prepare(runtime, backend):
         owner, name = (casts, "shadow") if cause == "the cast fails" else (write, "quantise")
-        state = runtime._state("flashinfer_mla", backend)
+        state = runtime.state("flashinfer_mla", backend)
         runtime.choice(state, facts())
         assert runtime.write_refusal(state, backend.token_to_kv_pool, facts()) is None
         monkeypatch.setattr(owner, name, fail)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvlab.kernels import direct
-from kvlab.patch import hooks, selfcheck, write
+from kvlab.patch import calls, hooks, selfcheck, write
 from kvlab.patch.policy import Facts
 from kvlab.patch.runtime import Runtime, Step
 from kvlab.patch.sites import Site
@@ -108,7 +108,7 @@ def patched():
 
     def apply(strategy):
         runtime = Runtime(strategy, is_strict=False, version="toy")
-        done.set(Backend, "forward_decode", hooks._forward(runtime, SITE, Backend.forward_decode))
+        done.set(Backend, "forward_decode", calls.through(runtime, SITE, Backend.forward_decode))
         return runtime
 
     yield apply

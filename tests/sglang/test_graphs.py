@@ -257,7 +257,7 @@ def verify_input_for_draft(batch):
 def test_counters_grow_at_replay_though_python_does_not_run(monkeypatch):
     """The metadata hook adds what a captured pass does; only captured calls are known by their graph."""
     capturing = [False]
-    monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: capturing[0])
+    monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: capturing[0])
     with patch.applied("shadow"):
         world = world_of("fa3", slots=4096, shape=Shape(layers=3))
         capture = world.batch(ForwardMode.DECODE, [1] * 4)

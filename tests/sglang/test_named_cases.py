@@ -10,7 +10,7 @@ from rig import environment, world
 from rig.world import ForwardMode, Shape, World, fa3, make_pool, memory_pool
 
 from kvlab import patch
-from kvlab.patch import hooks
+from kvlab.patch import calls, hooks
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.sites import Site
 
@@ -129,7 +129,7 @@ def test_decode_context_parallelism_goes_to_stock(family, monkeypatch):
     with patch.applied("shadow"):
         its = ready(family)
         runtime = patch.api._patch.runtime
-        state = runtime._state(family, its.backend)
+        state = runtime.state(family, its.backend)
         state.server_args = types.SimpleNamespace(dcp_size=2)
         batch = planned(its)
         tensors = its.tensors(batch)
@@ -268,7 +268,7 @@ def test_prefill_decode_multiplexing_gives_each_kind_its_scratch():
     its = ready("fa3", slots=512)
     with patch.applied("shadow"):
         runtime = patch.api._patch.runtime
-        state = runtime._state("fa3", its.backend)
+        state = runtime.state("fa3", its.backend)
         state.server_args, state.graphs = types.SimpleNamespace(enable_pdmux=True, dcp_size=1), True
         for kind in ("decode", "extend"):
             batch = planned(its, kind)
@@ -306,15 +306,15 @@ def test_plan_stream_overlap_with_graphs_is_served(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_prefill_writes_a_scratch_that_lasts(family, monkeypatch):
-    monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: True)
+    monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: True)
     monkeypatch.setattr("kvlab.patch.scratch.is_capturing", lambda device: True)
     its = ready(family)
     batch = planned(its, "extend")
     with patch.applied("shadow"):
         # Checked and chosen at a warm-up call, before capture.
-        monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: False)
+        monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: False)
         its.attend(batch, "extend", its.tensors(batch), save=False)
-        monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: True)
+        monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: True)
         tensors = its.tensors(batch)
         got = its.attend(batch, "extend", tensors, save=False)
         assert patch.status()["scratch_bytes"] == its.slots * its.shape.width * 2
@@ -323,7 +323,8 @@ def test_captured_prefill_writes_a_scratch_that_lasts(family, monkeypatch):
 
 
 def test_an_unchecked_strategy_is_not_taken_inside_a_capture(monkeypatch):
-    monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: True)
+    for module in ("calls", "runtime"):
+        monkeypatch.setattr(f"kvlab.patch.{module}.is_capturing", lambda device: True)
     its = ready("fa3")
     batch = planned(its)
     want, got, _ = both(its, batch, "decode")
@@ -347,7 +348,7 @@ def test_dynamo_compiles_through_a_patched_method():
     site = Site("fa3", "decode", "", "Backend", "recognised", holder="self")
     runtime = Runtime("exact", is_strict=False, version="")
     done = hooks.Replacements()
-    done.set(Backend, "forward_decode", hooks._forward(runtime, site, Backend.forward_decode))
+    done.set(Backend, "forward_decode", calls.through(runtime, site, Backend.forward_decode))
     backend, q = Backend(), torch.ones(4)
     compiled = torch.compile(lambda q: backend.forward_decode(q, q, q, None, None), backend="eager")
     assert torch.equal(compiled(q), torch.full((4,), 3.0))

@@ -1,0 +1,69 @@
+"""One call through the seam: decide, take the strategy's path, and stock's whenever anything is amiss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvlab.kernels.checks import FP8_DTYPES
+from kvlab.patch.attempt import Attempt
+from kvlab.patch.scratch import is_capturing
+from kvlab.patch.seam import PoolView, put_back
+from kvlab.patch.sites import Site
+from kvlab.patch.strategies import TakeOver
+
+if TYPE_CHECKING:
+    from kvlab.patch.runtime import Runtime
+
+
+def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, a site's method, with the pool cast the cheap way where that is certain to be right."""
+    states, family = runtime.states, site.family
+    is_backend_s = site.holder == "self"
+
+    @functools.wraps(original)
+    def forward(
+        self: Any, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not runtime.is_active or torch.compiler.is_compiling():
+            return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        holder = self if is_backend_s else forward_batch
+        pool = getattr(holder, "token_to_kv_pool", None)
+        if type(pool) is PoolView or getattr(pool, "dtype", None) not in FP8_DTYPES:
+            return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+
+        state = states.get(self) or runtime.state(family, self)
+        captures = is_capturing(q.device)
+        if captures:
+            runtime.has_captured = True
+        q_rope = kwargs.get("q_rope")
+        if q_rope is None and len(args) > 1:
+            # save_kv_cache, q_rope, k_rope may come by position.
+            q_rope = args[1]
+        graph = state.graph if captures else None
+        attempt = Attempt(runtime, state, site, self, layer, forward_batch, q, q_rope, graph, captures)
+        holder.token_to_kv_pool = PoolView(pool, attempt)
+        try:
+            try:
+                try:
+                    attempt.enter(pool)
+                    return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+                finally:
+                    put_back(holder, pool)
+            except TakeOver as taken:
+                attempt.leave()
+                try:
+                    return taken.compute()
+                except Exception as e:
+                    runtime.broke(attempt.strategy_name, e)
+                    attempt.fell_back(f"{attempt.strategy_name} failed")
+            # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
+            # Behind the handlers, whose tracebacks hold what the strategy had allocated.
+            return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        finally:
+            attempt.end()
+
+    return forward
