@@ -1,10 +1,11 @@
 """How does somebody outside see what a running server's patch does? A small file for each scheduler process.
 
-`<run dir>/<pid>.json`, rewritten whole at most every few seconds and when something happens. The run
-directory is $KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in the temporary directory; a
-reader looks in both of these, since a service has no XDG_RUNTIME_DIR where its operator's shell has one. A
-file tells its server's port; the files of processes that are gone are ignored and swept. A directory may be
-shared with a container, whose process numbers say nothing here: its files are left alone.
+`<run dir>/<pid>.json`, rewritten whole when something happens, and by a thread of its own every few seconds
+while steps are served. The run directory is $KVLAB_RUN_DIR, else $XDG_RUNTIME_DIR/kvlab, else kvlab-<uid> in
+the temporary directory; a reader looks in both of these, since a service has no XDG_RUNTIME_DIR where its
+operator's shell has one. A file tells its server's port; the files of processes that are gone are ignored and
+swept. A directory may be shared with a container, whose process numbers say nothing here: its files are left
+alone.
 """
 
 import atexit
@@ -12,7 +13,9 @@ import contextlib
 import json
 import os
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,16 +45,28 @@ class RunFile:
 
     def __init__(self, status: Callable[[], dict[str, Any]], runtime: "Runtime") -> None:
         self._status, self._runtime = status, runtime
-        self._next = 0.0
         self._pid: int | None = None
         self._is_given_up = False
+        # Something to tell that a thread of its own tells within seconds: no step waits for a disk.
+        self._is_due = False
+        self._thread: threading.Thread | None = None
 
     def changed(self, force: bool) -> None:
-        """Write if `force`, or if the last writing was a while ago. Only processes that serve write."""
-        now = time.monotonic()
-        if self._is_given_up or not self._runtime.server or (not force and now < self._next):
+        """Write now if `force`, else soon. Only processes that serve write."""
+        if self._is_given_up or not self._runtime.server:
             return
-        self._next = now + _SECONDS
+        if force:
+            self._tell()
+            return
+        self._is_due = True
+        if self._thread is None or not self._thread.is_alive():  # it does not survive a fork
+            self._thread = threading.Thread(
+                target=_tell_now_and_then, args=(weakref.ref(self),), name="kvlab-status", daemon=True
+            )
+            self._thread.start()
+
+    def _tell(self) -> None:
+        self._is_due = False
         try:
             self._write()
         except OSError as e:
@@ -69,12 +84,29 @@ class RunFile:
         path = folder / f"{pid}.json"
         of = {"pid": pid, "started": _started(pid), "namespace": _namespace(), "kvlab": __version__}
         text = json.dumps({**of, "server": self._runtime.server, **self._status()})
-        part = folder / f".{pid}.part"
+        # Two threads may write at once: the later one's stays, whole.
+        part = folder / f".{pid}.{threading.get_ident()}.part"
         part.write_text(text, encoding="utf-8")
         part.replace(path)
         if self._pid != pid:
             self._pid = pid
             atexit.register(_forget, path, pid)
+
+
+def _tell_now_and_then(file: weakref.ref[RunFile]) -> None:
+    """While it is anybody's, write `file` where it is due."""
+    while True:
+        time.sleep(_SECONDS)
+        its = file()
+        if its is None or its._is_given_up:
+            return
+        if its._is_due:
+            try:
+                its._tell()
+            except RuntimeError:
+                # A step counted what was never counted before, meanwhile.
+                its._is_due = True
+        del its
 
 
 def _forget(path: Path, pid: int) -> None:

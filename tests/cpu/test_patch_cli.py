@@ -1,5 +1,6 @@
 """The patch from outside: a made-up SGLang on sys.path, a made-up server on the loopback interface."""
 
+import gc
 import http.server
 import json
 import os
@@ -572,6 +573,55 @@ def test_a_run_file_is_whole_and_private(tmp_path, monkeypatch, caplog):
     file.changed(True)
     assert list((tmp_path / "run").iterdir()) == []
     assert caplog.messages == ["kvlab: no status for `kvlab patch status --url`: OSError: full"]
+
+
+def test_steps_are_told_by_a_thread_that_ends_with_its_file(tmp_path, monkeypatch):
+    """No step waits for a disk, and the last ones are told too."""
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(runfiles, "_SECONDS", 0.02)
+    runtime = Runtime("exact", is_strict=False, version="0.5.23")
+    steps, tellers = [0], []
+
+    def status():
+        tellers.append(threading.current_thread())
+        # A dictionary may grow while it is read.
+        if len(tellers) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return {"steps": steps[0]}
+
+    file = runfiles.RunFile(status, runtime)
+    file.changed(False)
+    assert file._thread is None, "nothing is served"
+    runtime.server = {"port": 30000}
+    for _ in range(3):
+        steps[0] += 1
+        file.changed(False)
+        wait_until(lambda: [s["steps"] for s in runfiles.running(30000)] == steps)
+    thread = file._thread
+    assert set(tellers) == {thread}
+    told = len(tellers)
+    time.sleep(0.1)
+    assert len(tellers) == told, "nothing new, nothing written"
+    file._is_given_up = True
+    wait_until(lambda: not thread.is_alive())
+    # As in a forked child, where it has not survived.
+    file._is_given_up = False
+    file.changed(False)
+    thread = file._thread
+    assert thread.is_alive()
+    del file
+    gc.collect()
+    wait_until(lambda: not thread.is_alive())
+
+
+def wait_until(is_so):
+    for _ in range(500):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("never so")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"pid": 1}', '{"pid": 1, "started": "1", "server": null}'])
