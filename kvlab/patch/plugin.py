@@ -23,7 +23,7 @@ def register() -> None:
         raise SystemExit(f"kvlab: {e}") from None
     except Exception as e:
         if policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT")):
-            from kvlab.patch.attempt import one_line
+            from kvlab.patch.saying import one_line
 
             raise SystemExit(f"kvlab: KVLAB_PATCH_STRICT: the patch failed to go in: {one_line(e)}") from e
         raise

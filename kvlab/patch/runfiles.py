@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab import __version__
+from kvlab.patch.saying import one_line
 
 if TYPE_CHECKING:
     from kvlab.patch.runtime import Runtime
@@ -70,8 +71,6 @@ class RunFile:
         try:
             self._write()
         except OSError as e:
-            from kvlab.patch.attempt import one_line
-
             self._is_given_up = True
             self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(e)}")
 

@@ -3,11 +3,6 @@
 Decisions are made once a backend and call kind, before capture, and logged in one line.
 """
 
-import contextlib
-import functools
-import logging
-import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
-from kvlab.patch import calls, casts, policy, selfcheck, write
-from kvlab.patch.attempt import one_line
+from kvlab.patch import calls, policy, server
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
-from kvlab.patch.scratch import Scratch, is_capturing
+from kvlab.patch.saying import Said, one_line
+from kvlab.patch.scratch import Scratch
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Basis, Standing, a_layer
 from kvlab.patch.strategies import Plain, Strategy, all_strategies
-
-log = logging.getLogger("kvlab.patch")
+from kvlab.patch.trust import Trust, Writes
 
 _STEP = {"decode": "a decode step", "extend": "an extend step"}
 
@@ -45,8 +39,7 @@ class BackendState:
     choices: dict[Facts, Choice] = field(default_factory=dict)
     # By call kind: what the last call was decided on.
     standing: dict[str, Standing] = field(default_factory=dict)
-    # By a pool's id, which another may have after it.
-    write_refusal: dict[int, tuple[weakref.ref[Any], str | None]] = field(default_factory=dict)
+    write_refusal: Writes = field(default_factory=dict)
     graph: Any = None
 
 
@@ -61,17 +54,14 @@ class Runtime:
         self.is_active = True
         self.counters = Counters()
         self.scratch = Scratch()
+        self.said = Said()
         self.strategies: dict[str, Strategy] = all_strategies()
+        self.trust = Trust(self.strategies, self.said.warn)
         self.has_captured = False
         self.is_refreshing = False
         self.server: dict[str, Any] = before.server if before is not None else {}
         self.on_change: Callable[[bool], None] = lambda force: None
         self.states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
-        self._checked: dict[tuple[Any, ...], str | None] = {}
-        self._said: set[str] = set()
-        # While a backend is built: what failed its check, by cause.
-        self._failed: dict[str, list[str]] | None = None
-        self._broken: dict[str, str] = {}
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
         for backend, state in before.states.items() if before is not None else ():
@@ -82,7 +72,7 @@ class Runtime:
         """After a backend's `__init__`: decide, check and log before anything is captured."""
         state = self.state(family, backend)
         state.server_args = getattr(model_runner, "server_args", None)
-        self.server = self.server or _server(model_runner)
+        self.server = self.server or server.identity(model_runner)
         pool = getattr(model_runner, "token_to_kv_pool", None) or getattr(backend, "token_to_kv_pool", None)
         if pool is None or not getattr(backend, "use_mla", True):
             return
@@ -93,24 +83,19 @@ class Runtime:
             rows = a_layer(pool)
         except (AttributeError, IndexError, TypeError):
             return
-        self._failed = {}
-        try:
+        with self.trust.together(rows.device):
             self._decide_all(family, backend, model_runner, pool, rows)
-        finally:
-            failed, self._failed = self._failed, None
-            for why, names in failed.items():
-                self._say_failed(names, rows.device, why)
         if rows.device.type == "cuda":
             # What the checks took is given back: a server's peak is to be stock's at most.
             torch.cuda.empty_cache()
-        self._announce(family, _kinds(backend), pool, rows)
+        self._announce(family, server.kinds(backend), pool, rows)
 
     def _decide_all(
         self, family: str, backend: Any, model_runner: Any, pool: Any, rows: torch.Tensor
     ) -> None:
         state = self.state(family, backend)
         config = getattr(model_runner, "model_config", None)
-        for kind in _kinds(backend):
+        for kind in server.kinds(backend):
             facts = Facts(
                 kind=kind,
                 device=rows.device,
@@ -118,7 +103,7 @@ class Runtime:
                 width=rows.shape[-1],
                 fp8=pool.dtype,
                 q_dtype=getattr(model_runner, "dtype", torch.bfloat16),
-                heads=_heads(config, state.server_args),
+                heads=server.heads(config, state.server_args),
                 rank=getattr(config, "kv_lora_rank", None),
                 page_size=backend.page_size if family == "fa3" else 1,
                 family=family,
@@ -192,7 +177,7 @@ class Runtime:
             page_size=basis.page_size,
             family=site.family,
         )
-        outside = _outside(state)
+        outside = server.outside(state.server_args, state.graphs)
         if outside is not None:
             return Standing(basis, facts=facts, outside=outside)
         chosen = self.choice(state, facts).strategy
@@ -203,61 +188,17 @@ class Runtime:
             name=chosen,
             strategy=strategy,
             enters=getattr(type(strategy), "enter", None) is not Plain.enter,
-            lane=self.lane(state, site.kind),
+            lane=server.lane(state.server_args, site.kind),
         )
 
     def choice(self, state: BackendState, facts: Facts) -> Choice:
         """The strategy for such calls, decided once."""
         found = state.choices.get(facts)
-        if found is None or found.strategy in self._broken:
-            found = policy.choose(self.asked, facts, self._refusal)
+        if found is None or found.strategy in self.trust.broken:
+            found = policy.choose(self.asked, facts, self.trust.refusal)
             state.choices[facts] = found
             self.chosen[f"{facts.family}.{facts.kind}"] = found
         return found
-
-    def _refusal(self, strategy: str, facts: Facts) -> str | None:
-        if strategy in self._broken:
-            return self._broken[strategy]
-        why = self.strategies[strategy].refusal(facts)
-        if why is not None:
-            return why
-        key = (strategy, facts.device, facts.fp8, facts.q_dtype, facts.width, facts.page_size)
-        if strategy == "fused":
-            key = (*key, facts.heads, facts.rank)
-        if key not in self._checked:
-            if is_capturing(facts.device):
-                return "not checked before capture"
-            self._checked[key] = self._self_check(strategy, facts)
-            if self._checked[key] is None and (note := self.strategies[strategy].note(facts)) is not None:
-                self.say(f"{strategy} on {facts.device}: {note}")
-        return self._checked[key]
-
-    def _self_check(self, strategy: str, facts: Facts) -> str | None:
-        wrong = self._check(strategy, facts.device, functools.partial(selfcheck.check, strategy, facts))
-        return None if wrong is None else f"self-check failed: {wrong}"
-
-    def _check(self, name: str, device: torch.device, check: Callable[[], str | None]) -> str | None:
-        """What `check` finds wrong, or None. Said once; together where several fail in the same way."""
-        cause = None
-        try:
-            wrong = check()
-        except Exception as e:
-            wrong = one_line(e)
-            cause = type(e).__name__
-        if wrong is None:
-            return None
-        if self._failed is None:
-            self._say_failed([name], device, wrong)
-            return wrong
-        # A compiler's complaint names the kernel: of one kind of exception the first speaks for all.
-        same = next((why for why in self._failed if cause and why.split(":")[0] == cause), wrong)
-        names = self._failed.setdefault(same, [])
-        if name not in names:
-            names.append(name)
-        return wrong
-
-    def _say_failed(self, names: Sequence[str], device: torch.device, why: str) -> None:
-        self.say(f"self-check of {', '.join(names)} failed on {device}: {why}; not used")
 
     def native_kv_dtype(self, backend: Any) -> torch.dtype | None:
         """The KV dtype to plan decode with where `native` serves it, else None."""
@@ -265,59 +206,35 @@ class Runtime:
         if state is None or not self.is_active:
             return None
         for facts, choice in state.choices.items():
-            if facts.kind == "decode" and choice.strategy == "native" and "native" not in self._broken:
+            if facts.kind == "decode" and choice.strategy == "native" and "native" not in self.trust.broken:
                 return facts.fp8
         return None
 
-    def broke(self, strategy: str, error: BaseException, outcome: str = "stock served the call") -> None:
+    def broke(
+        self, strategy: str, error: BaseException | str, outcome: str = "stock served the call"
+    ) -> None:
         """A strategy failed while serving: nobody takes it again, and one line says so."""
-        if strategy not in self._broken:
-            self._broken[strategy] = f"failed while serving: {one_line(error)}"
+        if strategy not in self.trust.broken:
+            why = error if isinstance(error, str) else one_line(error)
+            self.trust.broken[strategy] = f"failed while serving: {why}"
             for state in list(self.states.values()):
                 state.standing.clear()
-            self.say(f"{strategy} failed ({one_line(error)}); {outcome}, {strategy} is not used again")
+            self.say(f"{strategy} failed ({why}); {outcome}, {strategy} is not used again")
         self.on_change(True)
 
     def write_refusal(self, state: BackendState, pool: Any, facts: Facts) -> str | None:
-        """Why this pool's KV writes stay stock's, or None; asked once a pool."""
-        known = state.write_refusal.get(id(pool))
-        if known is None or known[0]() is not pool:
-            why = write.refusal(pool)
-            if why is None:
-                checked = ("write", facts.device, facts.fp8, facts.q_dtype, facts.width)
-                if checked not in self._checked:
-                    if is_capturing(facts.device):
-                        return "not checked before capture"
-                    self._checked[checked] = self._check(
-                        "the one-launch KV write",
-                        facts.device,
-                        functools.partial(selfcheck.check_write, facts),
-                    )
-                why = self._checked[checked]
-            known = state.write_refusal[id(pool)] = weakref.ref(pool), why
-        return known[1]
+        """Why this pool's KV writes stay stock's, or None."""
+        return self.trust.write_refusal(pool, facts, state.write_refusal)
 
     def joint_refusal(self, facts: Facts) -> str | None:
-        """Why the KV write and the cast stay two launches, or None; asked once."""
-        if not casts.most_joint_writes(facts.device):
-            return "no kernel for it here"
-        key = ("joint", facts.device, facts.fp8, facts.q_dtype, facts.width)
-        if key not in self._checked:
-            if is_capturing(facts.device):
-                return "not checked before capture"
-            check = functools.partial(selfcheck.check_joint, facts)
-            self._checked[key] = self._check("KV write and cast in one launch", facts.device, check)
-        return self._checked[key]
-
-    def lane(self, state: BackendState, kind: str) -> str:
-        """Prefill and decode run at once under PD multiplexing: then each kind has its own scratch."""
-        return kind if getattr(state.server_args, "enable_pdmux", False) else "shared"
+        """Why the KV write and the cast stay two launches, or None."""
+        return self.trust.joint_refusal(facts)
 
     def _reserve(self, state: BackendState, facts: Facts) -> None:
         if facts.device.type != "cuda":
             return
         try:
-            self.scratch.reserve(facts.device, self.lane(state, facts.kind), facts.layer_bytes)
+            self.scratch.reserve(facts.device, server.lane(state.server_args, facts.kind), facts.layer_bytes)
         except torch.OutOfMemoryError as e:
             self.broke("shadow", e, "no call was lost")
 
@@ -332,19 +249,14 @@ class Runtime:
 
     def say(self, line: str) -> None:
         """One warning, once."""
-        if line not in self._said:
-            self._said.add(line)
-            log.warning("kvlab: %s", line)
+        self.said.warn(line)
 
     def _left(self, family: str, pool: Any) -> None:
         name = type(pool).__name__
         dtype = str(getattr(pool, "dtype", None)).removeprefix("torch.")
         # The block-FP4 pool dequantises itself whole inside get_key_buffer: there is no cast to defer.
         why = "FP4 rows are dequantised by the pool itself" if "FP4" in name else f"{dtype} rows need no cast"
-        line = f"{family}: {name} left to stock: {why}"
-        if line not in self._said:
-            self._said.add(line)
-            log.info("kvlab: %s", line)
+        self.said.tell(f"{family}: {name} left to stock: {why}")
 
     def _announce(self, family: str, kinds: Sequence[str], pool: Any, rows: torch.Tensor) -> None:
         kinds = [k for k in kinds if f"{family}.{k}" in self.chosen]
@@ -364,16 +276,14 @@ class Runtime:
             line = f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; nothing is patched"
             if self.is_strict and self.asked != "stock":
                 raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
-        if line not in self._said:
-            self._said.add(line)
-            log.info("kvlab: %s", line)
+        self.said.tell(line)
         self.on_change(True)
 
     def state(self, family: str, backend: Any) -> BackendState:
         found = self.states.get(backend)
         if found is None:
             # Not seen being built: the patch came later.
-            found = self.states[backend] = BackendState(family, _server_args())
+            found = self.states[backend] = BackendState(family, server.arguments())
         return found
 
 
@@ -387,66 +297,3 @@ class Step(NamedTuple):
     tokens: Any = None
     is_graph: bool = False
     is_capture: bool = False
-
-
-def _kinds(backend: Any) -> list[str]:
-    """The kinds of calls that come to a site: FlashMLA, TRTLLM-MLA and Cutlass decode with kernels of their
-    own.
-    """
-    own = vars(type(backend))
-    return (
-        ["extend"]
-        if "forward_decode" in own and not _is_ours(own["forward_decode"])
-        else ["decode", "extend"]
-    )
-
-
-def _is_ours(method: Any) -> bool:
-    return hasattr(method, "__wrapped__")
-
-
-def _outside(state: BackendState) -> str | None:
-    """What the whole server does that leaves every call to stock."""
-    if (getattr(state.server_args, "dcp_size", 1) or 1) > 1:
-        return "decode context parallelism"
-    if not state.graphs and _overlaps_plans():
-        # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
-        return "plans on a stream of their own, graphs off"
-    return None
-
-
-def _overlaps_plans() -> bool:
-    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
-
-
-def _heads(config: Any, server_args: Any) -> int | None:
-    """Query heads of this rank, as attention will see them; a call says for certain."""
-    every = getattr(config, "num_attention_heads", None)
-    tp = getattr(server_args, "tp_size", None)
-    if not isinstance(every, int) or not isinstance(tp, int):
-        return None
-    if getattr(server_args, "enable_dp_attention", False):
-        tp //= getattr(server_args, "dp_size", 1) or 1
-    return max(every // max(tp, 1), 1)
-
-
-def _server_args() -> Any:
-    """The arguments of this process's server, as SGLang keeps them; None where it has none."""
-    for module, name in (
-        ("sglang.srt.runtime_context", "get_server_args"),
-        ("sglang.srt.server_args", "get_global_server_args"),
-    ):
-        get = getattr(sys.modules.get(module), name, None)
-        with contextlib.suppress(Exception):
-            if callable(get) and (found := get()) is not None:
-                return found
-    return None
-
-
-def _server(model_runner: Any) -> dict[str, Any]:
-    """Which server and rank this process serves."""
-    args = getattr(model_runner, "server_args", None)
-    found = {name: getattr(args, name, None) for name in ("port", "host", "tp_size", "dp_size", "pp_size")}
-    for name in ("tp_rank", "pp_rank", "dp_rank", "gpu_id"):
-        found[name] = getattr(model_runner, name, None)
-    return {k: v for k, v in found.items() if isinstance(v, int | str)}

@@ -417,14 +417,14 @@ def test_fast_without_nvrtc_says_once_who_decodes(monkeypatch, caplog):
 
     monkeypatch.setattr(selfcheck, "check", lambda strategy, facts: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("kvlab.patch.runtime.is_capturing", lambda device: False)
+    monkeypatch.setattr("kvlab.patch.trust.is_capturing", lambda device: False)
     on_h200 = replace(FACTS, device=torch.device("cuda:0"))
 
     def chosen(facts):
         runtime = Runtime("fast", is_strict=False, version="x")
         caplog.clear()
         # Twice: another pool of the same shape asks again.
-        return {choose("fast", f, runtime._refusal).strategy for f in (facts, replace(facts, slots=9999))}
+        return {choose("fast", f, runtime.trust.refusal).strategy for f in (facts, replace(facts, slots=9999))}
 
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     assert chosen(on_h200) == {"fused"}

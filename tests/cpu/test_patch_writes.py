@@ -250,7 +250,7 @@ def test_a_pool_at_the_place_of_one_that_is_gone_is_asked_for_itself(monkeypatch
         def set_mla_kv_buffer(self, layer, loc, nope, rope):
             super().set_mla_kv_buffer(layer, loc + 1, nope, rope)
 
-    monkeypatch.setattr("kvlab.patch.runtime.id", lambda pool: 7, raising=False)
+    monkeypatch.setattr("kvlab.patch.trust.id", lambda pool: 7, raising=False)
     monkeypatch.setattr("kvlab.patch.attempt.id", lambda pool: 7, raising=False)
     pools, runtime = [], Runtime("shadow", is_strict=False, version=None)
     backend = Backend(Pool())

@@ -432,7 +432,7 @@ def test_a_sibling_with_its_own_decode_is_announced_for_extend_only(caplog):
 
         its = World("flashinfer_mla", slots=8192)
         caplog.clear()
-        api._patch.runtime._said.clear()
+        api._patch.runtime.said.lines.clear()
         with environment.OnCPU():
             Sibling(its.runner)
         assert "exact: extend shadow; an extend step no longer casts" in caplog.text

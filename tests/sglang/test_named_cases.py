@@ -323,7 +323,7 @@ def test_captured_prefill_writes_a_scratch_that_lasts(family, monkeypatch):
 
 
 def test_an_unchecked_strategy_is_not_taken_inside_a_capture(monkeypatch):
-    for module in ("calls", "runtime"):
+    for module in ("calls", "trust"):
         monkeypatch.setattr(f"kvlab.patch.{module}.is_capturing", lambda device: True)
     its = ready("fa3")
     batch = planned(its)
