@@ -20,7 +20,9 @@ from kvlab.kernels import choice
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
 from kvlab.kernels.chip import chip, early_launch
-from kvlab.kernels.mla_triton import RECORD, kvlab_mla_decode, kvlab_mla_merge
+from kvlab.kernels.mla_merge import kvlab_mla_merge
+from kvlab.kernels.mla_record import RECORD
+from kvlab.kernels.mla_triton import kvlab_mla_decode
 
 BACKENDS = ("auto", "triton", "cuda")
 MAX_HEADS = 128
@@ -43,7 +45,7 @@ class Tuning:
 
     `block_h` query columns (heads x query tokens) and `tile` tokens at a time by `warps`, loads `stages`
     deep; `shares` programs an SM, each with at least `min_tiles` tiles. `method` opens FP8 codes
-    (mla_triton._open_pairs). `pdl`: programmatic dependent launch (SM90 on). A share of at most `shallow`
+    (mla_pairs.open_pairs). `pdl`: programmatic dependent launch (SM90 on). A share of at most `shallow`
     tiles is loaded two deep: a deeper pipeline would only delay it.
     """
 

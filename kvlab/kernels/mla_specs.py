@@ -68,11 +68,10 @@ def specs(
     }
     of_merge = {"CHUNK": 16, "PIECES": 64, "STAGES": MERGE_STAGES, "WIDE_TILE": WIDE_TILE}
     name = f"sm_{capability} {heads} heads"
-    module = "kvlab.kernels.mla_triton"
     return [
         Spec(
             name=f"{name}: decode",
-            kernel=f"{module}:kvlab_mla_decode",
+            kernel="kvlab.kernels.mla_triton:kvlab_mla_decode",
             signature=signature | {"min_tiles": "i32"},
             constexprs=constants | of_decode,
             divisible=_DIVISIBLE,
@@ -81,7 +80,7 @@ def specs(
         ),
         Spec(
             name=f"{name}: merge",
-            kernel=f"{module}:kvlab_mla_merge",
+            kernel="kvlab.kernels.mla_merge:kvlab_mla_merge",
             signature=signature,
             constexprs=constants | of_merge,
             divisible=_DIVISIBLE,

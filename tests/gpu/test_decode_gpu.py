@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvlab.kernels import decode
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.mla_triton import _open_pairs
+from kvlab.kernels.mla_pairs import open_pairs
 from kvlab.kernels.reference import mla_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -18,7 +18,7 @@ SCALE = 576**-0.5
 @triton.jit
 def open_codes(x, low, high, IS_E5M2: tl.constexpr, METHOD: tl.constexpr):
     i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    a, b = _open_pairs(tl.load(x + i), IS_E5M2, METHOD)
+    a, b = open_pairs(tl.load(x + i), IS_E5M2, METHOD)
     tl.store(low + i, a)
     tl.store(high + i, b)
 
