@@ -1,7 +1,7 @@
 """What did the patch do? Host integers only: the device is never asked.
 
-Python does not run when a CUDA graph is replayed. What a captured pass did is kept under its graph's key, and
-the metadata hook, which does run before each replay, adds it again.
+Python does not run when a CUDA graph is replayed. What a captured pass did is kept under its graph's key; the
+metadata hook, which does run before each replay, counts the replay, and who reads the counters multiplies.
 """
 
 import os
@@ -12,20 +12,29 @@ from typing import Any
 
 @dataclass
 class Pass:
-    """What one captured pass does each time it is replayed."""
+    """What one captured pass does each time it is replayed, how often that was, and in all these replays the
+    slots of a layer that were not cast.
+    """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     slots: int = 0
     row_bytes: int = 0
     avoided_layers: int = 0
+    replays: int = 0
+    slots_left: int = 0
+
+    @property
+    def bytes_avoided(self) -> int:
+        return 3 * self.row_bytes * self.avoided_layers * self.slots_left
 
 
 class Counters:
     """Calls per site and strategy, fallbacks by reason, and the bytes of casts that did not happen.
 
     A full cast reads each row once and writes it twice as wide: three row widths a slot. `bytes_avoided` is
-    that for the whole pool less that for the tokens which the batch reads.
+    that for the whole pool less that for the tokens which the batch reads. The attributes count what ran;
+    `as_dict` adds what is replayed.
     """
 
     def __init__(self) -> None:
@@ -61,34 +70,39 @@ class Counters:
             self._captured.setdefault(graph, Pass()).fallbacks[reason] += 1
 
     def capture(self, graph: Any) -> None:
-        """A pass of this key is about to be captured, again perhaps."""
-        self._captured.pop(graph, None)
+        """A pass of this key is about to be captured, again perhaps: what the one before did is kept."""
+        kept = self._captured.pop(graph, None)
+        if kept is not None:
+            _add(kept, self.calls, self.fallbacks)
+            self.bytes_avoided += kept.bytes_avoided
 
     def replay(self, graph: Any, tokens: int | None) -> None:
         """The graph of this key is about to be replayed on a batch of `tokens` cached tokens."""
         kept = self._captured.get(graph)
         if kept is None:
             return
-        # By hand: before every replay, and Counter.update asks for more than two counters take.
-        for call, n in kept.calls.items():
-            self.calls[call] += n
-        for reason, n in kept.fallbacks.items():
-            self.fallbacks[reason] += n
-        if tokens is not None:
-            self.bytes_avoided += kept.avoided_layers * avoided(kept.slots, kept.row_bytes, tokens)
+        kept.replays += 1
+        if tokens is not None and tokens < kept.slots:
+            kept.slots_left += kept.slots - tokens
 
     def as_dict(self) -> dict[str, Any]:
+        every, fallbacks = Counter(self.calls), Counter(self.fallbacks)
+        replayed = [kept for kept in list(self._captured.values()) if kept.replays]
+        for kept in replayed:
+            _add(kept, every, fallbacks)
         calls: dict[str, dict[str, int]] = {}
-        for (site, strategy), n in sorted(self.calls.items()):
+        for (site, strategy), n in sorted(every.items()):
             calls.setdefault(site, {})[strategy] = n
         return {
             "calls": calls,
-            "fallbacks": dict(sorted(self.fallbacks.items())),
-            "bytes_avoided": self.bytes_avoided,
+            "fallbacks": dict(sorted(fallbacks.items())),
+            "bytes_avoided": self.bytes_avoided + sum(kept.bytes_avoided for kept in replayed),
             "kv_writes": dict(sorted(self.writes.items())),
         }
 
 
-def avoided(slots: int, row_bytes: int, tokens: int) -> int:
-    """Bytes that a cast of `tokens` rows moves less than one of `slots` rows; never negative."""
-    return 3 * row_bytes * max(slots - tokens, 0)
+def _add(kept: Pass, calls: Counter[tuple[str, str]], fallbacks: Counter[str]) -> None:
+    """What the replays of a captured pass did."""
+    if kept.replays:
+        calls.update({call: n * kept.replays for call, n in kept.calls.items()})
+        fallbacks.update({reason: n * kept.replays for reason, n in kept.fallbacks.items()})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
 from kvlab.patch import casts, policy, selfcheck
-from kvlab.patch.counters import Counters, avoided
+from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Facts, choose, parse
 from kvlab.patch.scratch import Scratch, clear_unread
 from kvlab.patch.seam import DeferredCast, PoolView, put_back
@@ -92,9 +92,18 @@ def test_a_mistyped_strategy_says_what_would_be_right():
 
 
 def test_bytes_avoided_are_the_cast_of_the_pool_less_that_of_the_batch():
+    def avoided(slots, row_bytes, tokens):
+        ran, replayed = Counters(), Counters()
+        ran.call("site", "shadow", slots, row_bytes, tokens)
+        replayed.call("site", "shadow", slots, row_bytes, tokens, graph="g")
+        replayed.replay("g", tokens)
+        assert ran.as_dict() == replayed.as_dict()
+        return ran.as_dict()["bytes_avoided"]
+
     # One layer of the source text's pool, 100 tokens: 856.3 MB less 172.8 KB.
     assert avoided(495_552, 576, 100) == 3 * 576 * (495_552 - 100)
     assert avoided(10, 576, 100) == 0
+    assert avoided(10, 576, None) == 0
 
 
 def test_a_captured_pass_counts_at_each_replay_and_not_before():
@@ -110,10 +119,18 @@ def test_a_captured_pass_counts_at_each_replay_and_not_before():
     assert c.as_dict()["calls"] == {"fa3.decode": {"shadow": 6}}
     assert c.as_dict()["fallbacks"] == {"why": 2}
     assert c.as_dict()["bytes_avoided"] == 3 * 3 * 10 * (900 + 800)
-    # Captured again: what it did before is forgotten.
+    # Captured again: what it does is another thing now, what it did stays counted.
     c.capture("g")
     c.replay("g", 1)
     assert c.as_dict()["calls"] == {"fa3.decode": {"shadow": 6}}
+    c.call("fa3.decode", "gather", slots=1000, row_bytes=10, tokens=1, graph="g")
+    c.replay("g", None)
+    c.replay("g", 999)
+    assert c.as_dict()["calls"] == {"fa3.decode": {"gather": 2, "shadow": 6}}
+    assert c.as_dict()["fallbacks"] == {"why": 2}
+    assert c.as_dict()["bytes_avoided"] == 3 * 3 * 10 * (900 + 800) + 3 * 10
+    c.clear()
+    assert c.as_dict() == {"calls": {}, "fallbacks": {}, "bytes_avoided": 0, "kv_writes": {}}
 
 
 # The KV write.
@@ -424,7 +441,9 @@ def test_fast_without_nvrtc_says_once_who_decodes(monkeypatch, caplog):
         runtime = Runtime("fast", is_strict=False, version="x")
         caplog.clear()
         # Twice: another pool of the same shape asks again.
-        return {choose("fast", f, runtime.trust.refusal).strategy for f in (facts, replace(facts, slots=9999))}
+        return {
+            choose("fast", f, runtime.trust.refusal).strategy for f in (facts, replace(facts, slots=9999))
+        }
 
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     assert chosen(on_h200) == {"fused"}
