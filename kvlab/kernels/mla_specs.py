@@ -1,7 +1,7 @@
 """Which specialisations of the decode kernels does a chip get? For kvlab.kernels.aot to compile."""
 
 from kvlab.kernels.aot import Spec
-from kvlab.kernels.decode import MERGE_STAGES, MERGE_WARPS, WIDE_TILE, Tuning, tuning
+from kvlab.kernels.decode_cut import MERGE_STAGES, MERGE_WARPS, WIDE_TILE, Tuning, tuning
 
 _POINTERS = {
     "q_nope": "*u32",

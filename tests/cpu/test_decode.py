@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import BadInput
-from kvlab.kernels import decode
+from kvlab.kernels import decode, decode_backend
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.decode import Tuning, mla_decode, tuning, workspace_bytes, workspace_for
+from kvlab.kernels.decode import Tuning, mla_decode, workspace_bytes, workspace_for
+from kvlab.kernels.decode_cut import tuning
 from kvlab.kernels.reference import mla_attention
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -375,10 +376,10 @@ def test_triton_takes_over_where_the_cuda_kernels_do_not_compile(device, monkeyp
         raise nvrtc.CompileError("no NVRTC for this driver")
 
     monkeypatch.setattr(hopper, "mla_decode", fail)
-    monkeypatch.setattr(decode, "_cuda_failed", {})
-    monkeypatch.setattr(decode, "chip", lambda _: (90, 2))
+    monkeypatch.setattr(decode_backend, "_failed", {})
+    monkeypatch.setattr(decode_backend, "chip", lambda _: (90, 2))
     monkeypatch.setattr(hopper, "supports", lambda *_: None)
-    monkeypatch.setattr(decode, "_is_cuda", lambda _: True)
+    monkeypatch.setattr(decode_backend, "_is_cuda", lambda _: True)
     with pytest.raises(nvrtc.CompileError):
         mla_decode(*problem, sm_scale=0.1, backend="cuda")
     tune = Tuning(16, 16, 4, 1, 2, 1, "plain")
