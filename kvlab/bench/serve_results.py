@@ -1,9 +1,12 @@
-"""What `kvlab bench serve` measures, as data; reading a recorded run needs neither torch nor SGLang."""
+"""What `kvlab bench serve` measures, as data and files; reading a run needs neither torch nor SGLang."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvlab.errors import BadInput
 from kvlab.provenance import Provenance
 
 
@@ -60,3 +63,49 @@ class ServeRun(msgspec.Struct, frozen=True, kw_only=True):
     server_args: list[str]
     seeded_dummy_weights: bool
     servers: list[Served]
+
+
+def joined(paths: Sequence[Path]) -> ServeRun:
+    """One run of several that measured some servers each, on GPUs of one kind. Provenance is the first one's.
+
+    Answers are compared across runs of the same code; a run of other code keeps its own comparison, and its
+    servers their provenance. Raises BadInput where they did not serve the same model in the same way with the
+    same versions.
+    """
+    runs = []
+    for path in paths:
+        try:
+            runs.append(msgspec.json.decode(path.read_bytes(), type=ServeRun))
+        except (OSError, msgspec.DecodeError) as e:
+            raise BadInput(f"--join: {path}: not a run of bench serve ({e})") from None
+    first = runs[0]
+    for path, run in zip(paths, runs, strict=True):
+        for name, a, b in (
+            ("model", first.model, run.model),
+            ("server arguments", first.server_args, run.server_args),
+            ("versions", first.provenance.versions, run.provenance.versions),
+            ("GPUs", set(first.provenance.gpus), set(run.provenance.gpus)),
+        ):
+            if a != b:
+                raise BadInput(f"--join: {path}: other {name} than {paths[0]}: {b} against {a}")
+    change, servers = msgspec.structs.replace, []
+    tokens = next((s.tokens for run in runs for s in run.servers if s.tokens), None)
+    for run in runs:
+        for s in run.servers:
+            if run.provenance.commit != first.provenance.commit:
+                servers.append(change(s, provenance=run.provenance))
+            else:
+                same = s.tokens == tokens if servers and s.tokens else None
+                servers.append(change(s, same_tokens=same))
+    return change(first, servers=servers)
+
+
+def write(path: Path, run: ServeRun) -> None:
+    """Write whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+        part.replace(path)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise BadInput(f"--out: {path}: {e.strerror or e}; name a file in a folder that exists") from None

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from kvlab import dummy, models
-from kvlab.bench import seeded, serve
-from kvlab.bench.serve_results import Served, ServeRun
+from kvlab.bench import seeded, serve, serve_requests, serve_server
+from kvlab.bench.serve_results import Served, ServeRun, joined, write
 from kvlab.errors import BadInput
+from kvlab.provenance import collect
 
 FAKES = Path(__file__).resolve().parents[1] / "fakes"
 SHORT = ["--concurrency", "3", "--input-tokens", "8", "--output-tokens", "4", "--requests", "3"]
@@ -89,7 +90,7 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     seen = []
 
     def up(server):
-        seen.append([server.strategy, *(s.strategy for s in started if serve._answers(s.url))])
+        seen.append([server.strategy, *(s.strategy for s in started if serve_server.answers(s.url))])
 
     started = []
     real = serve.launched
@@ -111,61 +112,63 @@ def test_servers_that_start_together_are_loaded_one_by_one(model, tmp_path, monk
     assert [s.gpu_peak_bytes for s in run.servers] == [None, None, None]
     assert [bool(s.loads) for s in run.servers] == [True, True, False]
     assert run.servers[2].error == "did not come up: RuntimeError: no memory for the pool"
-    assert not any(serve._answers(s.url) for s in started)
+    assert not any(serve_server.answers(s.url) for s in started)
 
 
 def test_an_argument_is_found_and_left_out_however_it_is_written():
     given = ["--tp", "1", "--api-key=a", "--api-key", "b", "--kv-cache-dtype=fp8_e4m3"]
-    assert serve._without(given, "--api-key") == ["--tp", "1", "--kv-cache-dtype=fp8_e4m3"]
-    assert serve._without(given[:3], "--kv-cache-dtype") == given[:3]
-    assert serve._value(["--api-key=a", "--tp", "1"], "--api-key") == "a"
-    assert serve._value(["--api-key=a", "--api-key", "b"], "--api-key") == "b"
-    assert serve._value(["--api-key", "b", "--api-key=a"], "--api-key") == "a"
-    assert serve._value(["--tp", "1"], "--api-key") is None
+    assert serve_server.without(given, "--api-key") == ["--tp", "1", "--kv-cache-dtype=fp8_e4m3"]
+    assert serve_server.without(given[:3], "--kv-cache-dtype") == given[:3]
+    assert serve_server.value_of(["--api-key=a", "--tp", "1"], "--api-key") == "a"
+    assert serve_server.value_of(["--api-key=a", "--api-key", "b"], "--api-key") == "b"
+    assert serve_server.value_of(["--api-key", "b", "--api-key=a"], "--api-key") == "a"
+    assert serve_server.value_of(["--tp", "1"], "--api-key") is None
 
 
 def test_a_strategy_may_come_twice_and_the_control_has_no_fp8_cache(tmp_path):
     given = ["--kv-cache-dtype=fp8_e4m3", "--tp", "1"]
-    servers = [serve._server(tmp_path, n, given, "python", 1, tmp_path, False) for n in ("off", "off")]
+    servers = [
+        serve_server.server_for(tmp_path, n, given, "python", 1, tmp_path, False) for n in ("off", "off")
+    ]
     assert len({s.work for s in servers}) == 2
-    control = serve._server(tmp_path, serve.CONTROL, given, "python", 1, tmp_path, False).command()
+    control = serve_server.server_for(tmp_path, serve.CONTROL, given, "python", 1, tmp_path, False).command()
     assert [a for a in control if "kv-cache" in a] == []
     assert "--kv-cache-dtype=fp8_e4m3" in servers[0].command()
 
 
 def test_a_free_port_leaves_room_for_those_that_sglang_derives():
-    ports = [serve._free_port() for _ in range(50)]
+    ports = [serve_server.free_port() for _ in range(50)]
     assert len(set(ports)) > 40
     assert max(ports) + 10_000 < 65_536
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports[0]))
-        assert serve._free_port() != ports[0]
+        assert serve_server.free_port() != ports[0]
 
 
 def test_no_server_is_left_behind(model, tmp_path):
-    server = serve.Server(model, "off", [], sys.executable, serve._free_port(), tmp_path, True)
+    server = serve.Server(model, "off", [], sys.executable, serve_server.free_port(), tmp_path, True)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(FAKES)
     try:
         with serve.launched(server) as it:
-            (ready,) = serve._all_ready([it], 30)
+            (ready,) = serve_server.all_ready([it], 30)
             assert ready is not None
-            assert serve._info(server.url)["model_path"] == str(model)
+            assert serve_server.info_of(server.url)["model_path"] == str(model)
     finally:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     time.sleep(0.1)
-    assert serve._info(server.url) is None
+    assert serve_server.info_of(server.url) is None
 
 
 def test_a_running_server_is_loaded_by_its_address(model):
-    port = serve._free_port()
+    port = serve_server.free_port()
     env = {**os.environ, "PYTHONPATH": str(FAKES)}
     command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(model)]
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as server:
         try:
             url = f"http://127.0.0.1:{port}"
             until = time.perf_counter() + 30
-            while not serve._answers(url) and time.perf_counter() < until:
+            while not serve_server.answers(url) and time.perf_counter() < until:
                 time.sleep(0.1)
             done = run("--url", url, "--json", "--api-key", "s3cret", *SHORT)
             assert done.returncode == 0, done.stderr
@@ -206,9 +209,9 @@ def test_bad_input_is_one_line(words, said, model, monkeypatch, capsys):
 def test_the_generators_result_is_read_or_refused():
     asked = serve.Asked([1], 16, 8)
     with pytest.raises(BadInput, match="no result that is known"):
-        serve.parse("{}", asked, 1)
+        serve_requests.parse("{}", asked, 1)
     with pytest.raises(BadInput, match="no result that is known"):
-        serve.parse("", asked, 1)
+        serve_requests.parse("", asked, 1)
 
 
 def test_the_seeding_plugin_is_an_installed_distribution(tmp_path):
@@ -222,19 +225,17 @@ def test_the_seeding_plugin_is_an_installed_distribution(tmp_path):
 
 
 def test_a_recorded_run_reads_back():
-    run = ServeRun(
-        provenance=serve.collect(), model="m", server_args=[], seeded_dummy_weights=False, servers=[]
-    )
+    run = ServeRun(provenance=collect(), model="m", server_args=[], seeded_dummy_weights=False, servers=[])
     assert msgspec.json.decode(msgspec.json.encode(run), type=ServeRun) == run
 
 
 def test_runs_of_a_server_each_are_joined_where_they_are_alike(tmp_path):
-    where = serve.collect()
+    where = collect()
 
     def one(strategy, tokens, model="m", where=where):
         path = tmp_path / f"{strategy}-{model}.json"
         server = Served(strategy=strategy, tokens=tokens)
-        serve.write(
+        write(
             path,
             ServeRun(
                 provenance=where, model=model, server_args=[], seeded_dummy_weights=True, servers=[server]
@@ -243,17 +244,17 @@ def test_runs_of_a_server_each_are_joined_where_they_are_alike(tmp_path):
         return path
 
     off, exact, fast = one("off", [[1, 2]]), one("exact", [[1, 2]]), one("fast", [[1, 3]])
-    run = serve.joined([off, exact, fast])
+    run = joined([off, exact, fast])
     assert [(s.strategy, s.same_tokens) for s in run.servers] == [
         ("off", None),
         ("exact", True),
         ("fast", False),
     ]
     with pytest.raises(BadInput, match="other model"):
-        serve.joined([off, one("exact", [[1, 2]], model="n")])
+        joined([off, one("exact", [[1, 2]], model="n")])
     # Of other code, perhaps on another machine: its tokens are held against its own first server only.
     later = msgspec.structs.replace(where, commit="f" * 40)
-    run = serve.joined([off, one("exact", [[1, 4]], where=later)])
+    run = joined([off, one("exact", [[1, 4]], where=later)])
     assert [(s.same_tokens, s.provenance and s.provenance.commit) for s in run.servers] == [
         (None, None),
         (None, "f" * 40),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvlab import dummy, models
-from kvlab.bench import serve
+from kvlab.bench import serve_requests, serve_server
 
 HERE = Path(__file__).resolve().parent
 # `datasets` is a dependency of SGLang that these environments go without: random ids need none.
@@ -23,9 +23,9 @@ def test_the_real_generator_loads_a_server(tmp_path):
     model = dummy.write_rank(tmp_path / "rank", dummy.rank_config(models.load("glm-5"), layers=2))
     (tmp_path / "more" / "datasets").mkdir(parents=True)
     (tmp_path / "more" / "datasets" / "__init__.py").write_text(DATASETS)
-    port = serve._free_port()
+    port = serve_server.free_port()
     url, out = f"http://127.0.0.1:{port}", tmp_path / "out.jsonl"
-    asked = serve.Asked([4], 16, 8)
+    asked = serve_requests.Asked([4], 16, 8)
     fake = {**os.environ, "PYTHONPATH": str(HERE.parent / "fakes")}
     started = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(model)]
     code = "import rig.environment; from kvlab.bench.serve_load import main; main()"
@@ -36,11 +36,11 @@ def test_the_real_generator_loads_a_server(tmp_path):
     ):
         ends.callback(server.kill)
         until = time.perf_counter() + 30
-        while not serve._answers(url) and time.perf_counter() < until:
+        while not serve_server.answers(url) and time.perf_counter() < until:
             time.sleep(0.1)
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code],
-            input=json.dumps(serve.arguments(url, str(model), asked, 4, out)) + "\n",
+            input=json.dumps(serve_requests.arguments(url, str(model), asked, 4, out)) + "\n",
             env=real,
             cwd=tmp_path,
             capture_output=True,
@@ -48,7 +48,7 @@ def test_the_real_generator_loads_a_server(tmp_path):
             timeout=180,
         )
     assert done.stdout.strip() == "null", done.stderr[-2000:]
-    load = serve.parse(out.read_text(), asked, 4)
+    load = serve_requests.parse(out.read_text(), asked, 4)
     assert (load.requests, load.completed) == (8, 8)
     # The stand-in sleeps a millisecond a token.
     assert 1.0 <= load.tpot_ms_median <= load.tpot_ms_p99

@@ -61,6 +61,7 @@ def serve(
         run = newest("serve.json", ServeRun)[1]
     else:
         from kvlab.bench import serve as bench
+        from kvlab.bench.serve_results import joined, write
 
         if [model_path is None, url is None, not join].count(False) != 1:
             raise BadInput("bench serve: give --model-path FOLDER, --url of a running server, or --join FILE")
@@ -74,9 +75,9 @@ def serve(
         )
         say = (lambda _: None) if json else (lambda line: typer.echo(line, err=True))
         if join or url is not None:
-            run = bench.joined(join) if join else bench.measure_url(str(url), asked, say=say)
+            run = joined(join) if join else bench.measure_url(str(url), asked, say=say)
             if out is not None:
-                bench.write(out, run)
+                write(out, run)
         else:
             _needs_sglang()
             assert model_path is not None
