@@ -55,7 +55,7 @@ def test_each_strategy_has_its_server_its_tokens_and_its_loads(model, tmp_path):
         assert [one["requests"] for one in server["loads"]] == [4, 8]
         for one in server["loads"]:
             assert one["completed"] == one["requests"]
-            # The stand-in sleeps this long a token. A client that sees the first one late sees the others soon.
+            # The stand-in sleeps this long a token. Who sees the first one late sees the others soon.
             sleeps = 4.0 if server["strategy"] in ("off", "control_bf16") else 1.0
             after_first = one["output_tokens"] - 1
             # 99th percentiles of a few requests lie a little below the slowest one.
