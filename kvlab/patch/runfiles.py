@@ -51,6 +51,8 @@ class RunFile:
         # Something to tell that a thread of its own tells within seconds: no step waits for a disk.
         self._is_due = False
         self._thread: threading.Thread | None = None
+        # Whose writing is under way, in which process: what was found later is to stay.
+        self._writing, self._writer_pid = threading.Lock(), os.getpid()
 
     def changed(self, force: bool) -> None:
         """Write now if `force`, else soon. Only processes that serve write."""
@@ -67,9 +69,13 @@ class RunFile:
             self._thread.start()
 
     def _tell(self) -> None:
+        if self._writer_pid != os.getpid():
+            # Forked: whoever held the lock is not here to free it.
+            self._writing, self._writer_pid = threading.Lock(), os.getpid()
         self._is_due = False
         try:
-            self._write()
+            with self._writing:
+                self._write()
         except OSError as e:
             self._is_given_up = True
             self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(e)}")
@@ -83,8 +89,7 @@ class RunFile:
         path = folder / f"{pid}.json"
         of = {"pid": pid, "started": _started(pid), "namespace": _namespace(), "kvlab": __version__}
         text = json.dumps({**of, "server": self._runtime.server, **self._status()})
-        # Two threads may write at once: the later one's stays, whole.
-        part = folder / f".{pid}.{threading.get_ident()}.part"
+        part = folder / f".{pid}.part"
         part.write_text(text, encoding="utf-8")
         part.replace(path)
         if self._pid != pid:

@@ -616,6 +616,33 @@ def test_steps_are_told_by_a_thread_that_ends_with_its_file(tmp_path, monkeypatc
     wait_until(lambda: not thread.is_alive())
 
 
+def test_what_is_told_last_stays(tmp_path, monkeypatch):
+    """A thread that had begun to write when the patch was taken out has not the last word."""
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(runfiles, "_SECONDS", 0.01)
+    runtime = Runtime("exact", is_strict=False, version="0.5.23")
+    runtime.server = {"port": 30000}
+    begun, strategy, here = threading.Event(), ["exact"], threading.current_thread()
+
+    def status():
+        said = {"strategy": strategy[0]}
+        if threading.current_thread() is not here:
+            begun.set()
+            time.sleep(0.3)
+        return said
+
+    file = runfiles.RunFile(status, runtime)
+    file.changed(False)
+    assert begun.wait(10)
+    strategy[0] = "off"
+    file.changed(True)
+    assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+    time.sleep(0.4)
+    assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+
+
 def wait_until(is_so):
     for _ in range(500):
         if is_so():
