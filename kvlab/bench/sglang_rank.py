@@ -25,7 +25,7 @@ import torch
 
 from kvlab.bench.step import GRAPH_STEPS
 from kvlab.errors import BadInput
-from kvlab.trace.record import shorten_paths
+from kvlab.trace.thin import shorten_paths
 
 # Rows filled at a time: 19 MB of BF16.
 _CHUNK = 16_384

@@ -18,7 +18,7 @@ import pytest
 from kvlab.cli import main
 from kvlab.data import recorded
 from kvlab.trace import read, report
-from kvlab.trace.record import leave_out, shorten_paths
+from kvlab.trace.thin import leave_out, shorten_paths
 
 REAL = recorded("h200-stock") / "decode.trace.json.gz"
 

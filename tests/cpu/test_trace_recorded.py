@@ -10,7 +10,7 @@ from kvlab.cli import main
 from kvlab.data import recorded
 from kvlab.trace import read, report
 from kvlab.trace.diff import diff
-from kvlab.trace.record import Recording, Try
+from kvlab.trace.recording import Recording, Try
 
 TRACES = recorded("h200-traces-2")
 EARLIER = recorded("h200-traces")
