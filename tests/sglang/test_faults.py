@@ -308,7 +308,7 @@ def test_removing_while_serving_is_said_in_a_line(its, caplog, monkeypatch, tmp_
     monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, logger="kvlab.patch")
     patch.apply("exact")
-    api._patch.runtime.server = {"port": 1}
+    monkeypatch.setattr(api._patch.runtime, "server", {"port": 1})
     api._patch.runtime.has_captured = True
     patch.remove()
     patch.remove()
