@@ -3,20 +3,11 @@
 `from kvlab.book import bare, colour, compute, export, measured, parameter, recorded, reported, show`
 """
 
+from kvlab.book.evidence import parameter, recorded, recorded_file, reported
+from kvlab.book.exports import export
 from kvlab.book.figures import bare, colour, show, show_table
-from kvlab.book.values import (
-    Origin,
-    Traced,
-    Value,
-    compute,
-    describe,
-    export,
-    measured,
-    parameter,
-    recorded,
-    recorded_file,
-    reported,
-)
+from kvlab.book.traced import Traced, compute, measured
+from kvlab.book.values import Origin, Value, describe
 
 __all__ = [
     "Origin",

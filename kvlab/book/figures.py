@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvlab.book.values import Traced, Value, plain_of
+from kvlab.book.traced import Traced, plain_of
+from kvlab.book.values import Value, describe
 from kvlab.errors import BadInput
 
 if TYPE_CHECKING:
@@ -206,8 +207,6 @@ def show_table(
     belong to the cell (`mystnb: figure:`), as a figure's do.
     """
     from IPython.display import display
-
-    from kvlab.book.values import describe
 
     specs = list(formats or [""] * len(columns))
     if len(specs) != len(columns) or any(len(r) != len(columns) for r in rows):

@@ -6,7 +6,8 @@ from html import escape
 
 import msgspec
 
-from kvlab.book.values import Value, claims, describe
+from kvlab.book.evidence import claims
+from kvlab.book.values import Value, describe
 from kvlab.errors import BadInput
 
 VERDICTS = ("confirmed", "corrected", "untestable here")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvlab.book import run, values
+from kvlab.book import exports, run
 from kvlab.errors import BadInput
 
 MARK = re.compile(r"<!--n ([^>]+?)-->(.*?)<!--/n-->", re.S)
@@ -25,7 +25,7 @@ def shown(target: str, executed: Mapping[str, run.Executed]) -> str:
     page, _, key = name.strip().rpartition(".")
     if page not in executed or key not in executed[page].values:
         raise BadInput(f"README.md: {name.strip()}: no page exports this; write page.name")
-    return format(values.from_dict(key, executed[page].values[key]), spec)
+    return format(exports.from_dict(key, executed[page].values[key]), spec)
 
 
 def check(root: Path, executed: Mapping[str, run.Executed]) -> list[str]:

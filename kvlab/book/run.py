@@ -27,9 +27,9 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 _PROBE = """\
 import sys
 from IPython.display import display
-from kvlab.book import values
+from kvlab.book import exports
 display({"application/json": {
-    "values": values.exported(),
+    "values": exports.exported(),
     "modules": sorted({m.__file__ for n, m in list(sys.modules.items())
                        if n.partition(".")[0] == "kvlab" and getattr(m, "__file__", None)}),
 }}, raw=True)

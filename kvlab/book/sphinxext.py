@@ -15,7 +15,7 @@ from sphinx.errors import ExtensionError
 from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from kvlab.book import run, units, values
+from kvlab.book import exports, run, units, values
 from kvlab.book.pages import Page, digest, pages
 from kvlab.errors import BadInput
 
@@ -56,7 +56,7 @@ class Library:
         if found is None:
             near = difflib.get_close_matches(name, executed.values, n=3) or list(executed.values)[:5]
             raise BadInput(f"{target}: {owner} exports no {name!r}; it has {', '.join(near) or 'nothing'}")
-        return owner, name, values.from_dict(name, found)
+        return owner, name, exports.from_dict(name, found)
 
     def state(self, key: str) -> str | None:
         """A digest of one value (`page.name`) or of everything: whether a page that showed it is stale."""
@@ -280,7 +280,7 @@ class ValueOrigins(SphinxDirective):
             section += nodes.title("", title)
             rows = []
             for name, found in executed.values.items():
-                value = values.from_dict(name, found)
+                value = exports.from_dict(name, found)
                 first = nodes.paragraph("", "", nodes.literal("", name))
                 origin = [nodes.paragraph("", f"{value.origin.kind}: {value.origin.how}")]
                 leaves = [s.text for s in value.origin.sources]

@@ -5,9 +5,9 @@ from html import unescape
 
 import pytest
 
+from kvlab.book import compute
 from kvlab.book.ledger import entries, show_ledger
 from kvlab.book.pages import pages
-from kvlab.book.values import compute
 from kvlab.errors import BadInput
 
 from .conftest import ROOT

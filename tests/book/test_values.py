@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.book import figures, units, values
-from kvlab.book.values import Value, compute, describe, measured, recorded, recorded_file, reported
+from kvlab.book import compute, describe, exports, figures, measured, recorded, recorded_file, reported, units
+from kvlab.book.values import Origin, Value
 from kvlab.errors import BadInput
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
@@ -92,7 +92,7 @@ def test_value_without_origin_is_refused():
     with pytest.raises(BadInput, match="no origin"):
         Value(64.6)
     with pytest.raises(BadInput, match="no origin"):
-        values.export(cast_ms=64.6)
+        exports.export(cast_ms=64.6)
     with pytest.raises(BadInput, match="no origin"):
         figures.bare([64.6])
     with pytest.raises(BadInput, match="no origin"):
@@ -172,7 +172,7 @@ def test_bytes_survive_a_round_trip(n, unit):
 
 @given(st.integers(1, 10**12), st.integers(1, 10**6))
 def test_ratio_does_not_depend_on_units(size, microseconds):
-    origin = values.Origin("computed", "drawn")
+    origin = Origin("computed", "drawn")
     rate = Value(size, "B", origin) / Value(microseconds, "us", origin)
     again = Value(size, "B", origin).to("MiB") / Value(microseconds, "us", origin).to("ms")
     assert again.to("B/s").value == pytest.approx(rate.value, rel=1e-12)

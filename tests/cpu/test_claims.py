@@ -16,8 +16,8 @@ from kvlab import trace as kt
 from kvlab.backends.reproduce import Raised
 from kvlab.backends.rules import load as load_rules
 from kvlab.bench import recorded_steps
+from kvlab.book import recorded
 from kvlab.book.ledger import VERDICTS, entries
-from kvlab.book.values import recorded
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.reference import full_cast, gather_cast, mla_attention
 from kvlab.patch.sites import FAMILIES, KINDS
