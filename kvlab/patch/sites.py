@@ -1,9 +1,9 @@
 """Where does this SGLang cast its pool? Read from its source, without importing it.
 
 A site is recognised by what the code is: a method `forward_decode` or `forward_extend` of the backend's class
-that contains `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)` and reads the metadata that the adapter will
-read. Release numbers decide nothing, so a newer release with the same seam is patched and an older one that
-was fixed by hand is not.
+that contains `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)`, hands the wide rows to the attention kernel
+and to nobody else, and reads the metadata that the adapter will read. Release numbers decide nothing, so a
+newer release with the same seam is patched and an older one that was fixed by hand is not.
 """
 
 import ast
@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 RECOGNISED = "recognised"
 LEFT_ALONE = "left alone"
 # The seam needs these to be the first parameters, in this order.
 _SIGNATURE = ("self", "q", "k", "v", "layer", "forward_batch")
+# What may become of the wide rows: other views of them, what they look like, and the attention kernels.
+_VIEWS = ("view", "paged_view", "reshape", "unsqueeze", "squeeze")
+_SHAPES = ("shape", "dtype", "device")
+_KERNELS = ("run", "flash_attn_with_kvcache")
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,17 @@ def find(root: Path) -> Iterator[Site]:
         path = root / family.path
         blank = [Site(family.name, kind, family.module, family.cls, LEFT_ALONE) for kind in KINDS]
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except OSError:
+            # As Python reads it, whatever its encoding is.
+            tree = ast.parse(path.read_bytes())
+        except FileNotFoundError:
             yield from (s.left(f"this release has no {family.path}") for s in blank)
             continue
-        except SyntaxError as e:
-            yield from (s.left(f"{family.path} does not parse: line {e.lineno}") for s in blank)
+        except OSError as e:
+            yield from (s.left(f"{family.path} cannot be read: {e.strerror}") for s in blank)
+            continue
+        except (SyntaxError, ValueError) as e:
+            where = f"line {e.lineno}" if isinstance(e, SyntaxError) and e.lineno else str(e)
+            yield from (s.left(f"{family.path} does not parse: {where}") for s in blank)
             continue
         yield from (recognise(family, site, tree) for site in blank)
 
@@ -140,6 +150,11 @@ def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
     line, holder = casts[0]
     if holder not in ("self", "forward_batch"):
         return replace(site.left(f"the pool is held by {holder!r}, not by self or forward_batch"), line=line)
+    if (other := _other_use(method)) is not None:
+        more = (
+            f"{site.method} does more with the wide rows than hand them to the attention kernel: line {other}"
+        )
+        return replace(site.left(more), line=line)
     named = {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)}
     missing = [a for a in family.reads[site.kind] if a not in named]
     if missing:
@@ -149,18 +164,59 @@ def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
 
 def pool_casts(method: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """(line, holder) of each `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)`."""
-    for node in ast.walk(method):
-        if not (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
-        ):
-            continue
-        read = node.func.value
-        if not (isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute)):
-            continue
+    for cast in _casts(method):
+        read = cast.func.value
         pool = read.func.value
-        if read.func.attr != "get_key_buffer":
+        is_held = isinstance(pool, ast.Attribute) and pool.attr == "token_to_kv_pool"
+        yield read.lineno, ast.unparse(pool.value if is_held else pool)
+
+
+def _casts(method: ast.FunctionDef) -> Iterator[Any]:
+    """The calls `….get_key_buffer(…).to(…)`."""
+    for node in ast.walk(method):
+        if _is_method(node, "to") and _is_method(node.func.value, "get_key_buffer"):
+            yield node
+
+
+def _is_method(node: Any, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
+
+
+def _other_use(method: ast.FunctionDef) -> int | None:
+    """The line of a use of the wide rows other than by the attention kernel, which reads no row that the
+    metadata does not name; None where there is none.
+    """
+    parents = {child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)}
+    todo: list[Any] = list(_casts(method))
+    while todo:
+        rows = todo.pop()
+        user = parents[rows]
+        if isinstance(user, ast.Subscript) and user.value is rows:
+            todo.append(user)
+        elif isinstance(user, ast.Attribute) and _is_method(parents[user], user.attr) and user.attr in _VIEWS:
+            todo.append(parents[user])
+        elif isinstance(user, ast.Attribute) and user.attr in _SHAPES:
             continue
-        if isinstance(pool, ast.Attribute) and pool.attr == "token_to_kv_pool":
-            yield read.lineno, ast.unparse(pool.value)
+        elif isinstance(user, ast.Assign) and all(isinstance(t, ast.Name) for t in user.targets):
+            names = {t.id for t in user.targets}
+            # A name may stand for something else before.
+            todo += [
+                n
+                for n in ast.walk(method)
+                if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)
+                if n.lineno > (user.end_lineno or user.lineno)
+            ]
         else:
-            yield read.lineno, ast.unparse(pool)
+            call = parents[user] if isinstance(user, ast.keyword) else user
+            callee = ast.unparse(call.func).split(".")[-1] if isinstance(call, ast.Call) else ""
+            if callee in _VIEWS:
+                todo.append(call)
+            elif callee not in _KERNELS or not _reads_the_tables(call):
+                return rows.lineno
+    return None
+
+
+def _reads_the_tables(kernel: ast.Call) -> bool:
+    """Is the kernel handed the page table that a metadata object holds, not one that is made for it?"""
+    tables = (k.value for k in kernel.keywords if k.arg == "page_table")
+    return all(isinstance(t, ast.Name | ast.Attribute) for t in tables)

@@ -35,14 +35,14 @@ class FlashInferMLAAttnBackend:
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         prefill_wrapper_paged = self.forward_metadata.prefill_wrapper
         k_buf = self.token_to_kv_pool.get_key_buffer(layer.layer_id).to(q.dtype)
-        return k_buf
+        return prefill_wrapper_paged.run(q, k_buf[:, :, : layer.v_head_dim])
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         decode_wrapper = self.forward_metadata.decode_wrapper
         k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id).to(
             q.dtype
         )
-        return k_buffer
+        return decode_wrapper.run(q, k_buffer[:, :, : layer.v_head_dim])
 """
 LAUNCHER = """
 import json, os, sys

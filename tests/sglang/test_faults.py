@@ -207,13 +207,13 @@ def test_remove_between_two_layers_and_inside_a_call(its, monkeypatch):
 
 def unknown_release(monkeypatch, edit):
     """The installed sources as another release might have them."""
-    real = Path.read_text
+    real = Path.read_bytes
 
-    def read_text(self, *args, **kwargs):
-        text = real(self, *args, **kwargs)
-        return edit(text) if self.name == "flashinfer_mla_backend.py" else text
+    def read_bytes(self):
+        source = real(self)
+        return edit(source.decode()).encode() if self.name == "flashinfer_mla_backend.py" else source
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
 
 
 EDITS = {
