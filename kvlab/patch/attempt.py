@@ -12,7 +12,7 @@ from kvlab.patch import write
 from kvlab.patch.reads import ADAPTERS, Adapter, Reads, Stock
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Standing, standing
-from kvlab.patch.strategies import Strategy, TakeOver
+from kvlab.patch.strategies import Restart, Strategy, TakeOver
 
 if TYPE_CHECKING:
     from kvlab.patch.policy import Facts
@@ -119,14 +119,13 @@ class Attempt:
         if its is not None and its.unserved:
             self.fell_back(its.unserved)
         if rows.dtype not in FP8_DTYPES:
-            self.leave()
-            self.strategy = self.served = None
+            self.served = None
+            self._to_stock()
             return rows.to(dtype)
         if self.strategy is not None and self.slots != self.facts.slots:
-            # Also writes what waits.
-            self.leave()
-            self.strategy = None
             self.fell_back("a buffer that is not the pool's layer")
+            # Also writes what waits.
+            self._to_stock()
         if self.strategy is None:
             self.served = "stock"
             return rows.to(dtype)
@@ -144,6 +143,8 @@ class Attempt:
             raise
         if wide is None:
             # Behind the handler: the error's traceback holds a wide layer, and two may not fit.
+            if its is not None and its.enters:
+                raise Restart
             self.served = "stock"
             return rows.to(dtype)
         if self._waits is not None:
@@ -151,6 +152,19 @@ class Attempt:
             self._wrote("one launch" if self.is_apart else "with the cast")
         self.served = self.strategy_name
         return wide
+
+    def passed_by(self) -> None:
+        """The rows become something that no strategy makes: stock's indices with stock's rows."""
+        self.fell_back("rows asked for another cast than to BF16 or FP16")
+        self._to_stock()
+
+    def _to_stock(self) -> None:
+        """Stock has the call from here on: anew, where its method may have read tables that were swapped."""
+        is_swapped = bool(self.undo)
+        self.leave()
+        self.strategy = None
+        if is_swapped:
+            raise Restart
 
     def write(self, pool: Any, layer: Any, loc: Any, nope: Any, rope: Any, *args: Any, **kwargs: Any) -> None:
         """The KV write: one launch where that is known to give the same bytes, else the pool's own."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES
-from kvlab.patch.attempt import Attempt
+from kvlab.patch.attempt import Attempt, one_line
 from kvlab.patch.scratch import is_capturing
 from kvlab.patch.seam import PoolView, put_back
 from kvlab.patch.sites import Site
-from kvlab.patch.strategies import TakeOver
+from kvlab.patch.strategies import Restart, TakeOver
 
 if TYPE_CHECKING:
     from kvlab.patch.runtime import Runtime
@@ -50,19 +50,36 @@ def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Calla
             try:
                 try:
                     attempt.enter(pool)
-                    return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+                    result = original(self, q, k, v, layer, forward_batch, *args, **kwargs)
                 finally:
                     put_back(holder, pool)
+                if not attempt.undo or attempt.served is not None:
+                    return result
+                amiss = "SGLang's method asked for no cast"
             except TakeOver as taken:
+                amiss = ""
                 attempt.leave()
                 try:
                     return taken.compute()
                 except Exception as e:
                     runtime.broke(attempt.strategy_name, e)
                     attempt.fell_back(f"{attempt.strategy_name} failed")
+            except Restart:
+                amiss = ""
+            except Exception as e:
+                if not attempt.undo:
+                    raise
+                # The kernel was handed other tables or rows than stock's.
+                amiss = one_line(e)
+            attempt.leave()
             # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
             # Behind the handlers, whose tracebacks hold what the strategy had allocated.
-            return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+            result = original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+            if amiss:
+                # Not stock's own fault: that would have been raised again.
+                attempt.fell_back(f"{attempt.strategy_name} failed")
+                runtime.broke(attempt.strategy_name, amiss)
+            return result
         finally:
             attempt.end()
 

@@ -25,6 +25,10 @@ class Served(Protocol):
         """`pool.set_mla_kv_buffer(*args, **kwargs)`."""
         ...
 
+    def passed_by(self) -> None:
+        """The method asks its rows for something else than a cast to a wide dtype."""
+        ...
+
     def settle(self) -> Any:
         """Somebody is about to read the pool: what waits to be written is written now."""
         ...
@@ -47,6 +51,10 @@ class DeferredCast:
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and args[0] in _WIDE:
             return self._call.cast(self._pool_rows, args[0])
+        dtype = _asked(self._pool_rows.device, *args, **kwargs)
+        if dtype in _WIDE:
+            return self._call.cast(self._pool_rows, dtype)
+        self._call.passed_by()
         return self._rows.to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,6 +76,24 @@ class DeferredCast:
             return type(x)(map(raw, x)) if type(x) in (list, tuple) else x
 
         return func(*raw(args), **{k: raw(v) for k, v in (kwargs or {}).items()})
+
+
+def _asked(here: torch.device, *args: Any, **kwargs: Any) -> torch.dtype | None:
+    """The dtype of a `Tensor.to` that only casts, however it is spelled, else None."""
+    dtype = None
+    for name, value in (*(("", a) for a in args), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            dtype, value = value.dtype, value.device
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, str | torch.device):
+            there = torch.device(value)
+            if there.type != here.type or there.index not in (None, here.index):
+                return None
+        elif name != "non_blocking" and value not in (None, False):
+            # By position the first of these is non_blocking too, but a `copy` or a memory format may follow.
+            return None
+    return dtype
 
 
 class PoolView:

@@ -365,12 +365,33 @@ def test_a_pool_that_was_swapped_meanwhile_stays():
 
 def test_only_the_cast_to_a_wide_dtype_is_deferred():
     rows = torch.ones(4, 1, 2).to(torch.float8_e4m3fn)
-    asked = []
-    deferred = DeferredCast(rows, Asked(cast=lambda r, dtype: asked.append(dtype) or r.to(dtype)))
-    assert deferred.to(torch.bfloat16).dtype == torch.bfloat16
-    assert deferred.to(torch.float32).dtype == torch.float32
-    assert deferred.to(dtype=torch.float16).dtype == torch.float16
-    assert asked == [torch.bfloat16]
+    asked, passed_by = [], []
+    call = Asked(
+        cast=lambda r, dtype: asked.append(dtype) or r.to(dtype), passed_by=lambda: passed_by.append(True)
+    )
+    deferred = DeferredCast(rows, call)
+    wide = torch.empty(1, dtype=torch.bfloat16)
+    # However it is spelled.
+    for args, named in (
+        ((torch.bfloat16,), {}),
+        ((), {"dtype": torch.bfloat16}),
+        ((torch.bfloat16,), {"non_blocking": True}),
+        ((torch.bfloat16, False, False), {}),
+        ((wide,), {}),
+        (("cpu", torch.bfloat16), {}),
+        ((torch.device("cpu"),), {"dtype": torch.bfloat16, "copy": False}),
+    ):
+        assert deferred.to(*args, **named).dtype == torch.bfloat16
+        assert (asked.pop(), asked, passed_by) == (torch.bfloat16, [], [])
+    for args, named, dtype in (
+        ((torch.float32,), {}, torch.float32),
+        (("cpu",), {}, rows.dtype),
+        (("meta", torch.bfloat16), {}, torch.bfloat16),
+        ((torch.bfloat16,), {"copy": True}, torch.bfloat16),
+        ((torch.bfloat16,), {"memory_format": torch.contiguous_format}, torch.bfloat16),
+    ):
+        assert deferred.to(*args, **named).dtype == dtype
+        assert (asked, passed_by.pop(), passed_by) == ([], True, [])
     assert deferred.shape == rows.shape
     assert len(deferred) == 4
     assert torch.equal(deferred[1].float(), rows[1].float())

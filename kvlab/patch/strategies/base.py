@@ -21,6 +21,10 @@ class TakeOver(BaseException):
         self.compute = compute
 
 
+class Restart(BaseException):
+    """Run SGLang's method again, for stock: what it has read by now was swapped. No Exception, as above."""
+
+
 class Call(Protocol):
     """One call of `forward_decode` or `forward_extend` while it runs, as a strategy sees it.
 
