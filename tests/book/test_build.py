@@ -98,7 +98,8 @@ class Small:
         return subprocess.Popen(
             [sys.executable, "-m", "kvlab", "book", *args],
             cwd=self.root,
-            env={**os.environ, "KVLAB_DATA": str(self.root / "data")},
+            # A build that is killed leaves its kernel's files.
+            env={**os.environ, "KVLAB_DATA": str(self.root / "data"), "TMPDIR": str(self.root.parent)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
