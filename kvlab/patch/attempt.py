@@ -10,6 +10,7 @@ import torch
 from kvlab.kernels.checks import FP8_DTYPES
 from kvlab.patch import write
 from kvlab.patch.reads import ADAPTERS, Adapter, Reads, Stock
+from kvlab.patch.saying import one_line
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Standing, standing
 from kvlab.patch.strategies import Restart, Strategy, TakeOver
@@ -180,14 +181,14 @@ class Attempt:
             and runtime.asked != "stock"
         ):
             try:
-                if runtime.write_refusal(self.state, pool, its.facts) is None:
+                if runtime.trust.write_refusal(pool, its.facts, self.state.write_refusal) is None:
                     new = write.new_rows(pool, layer, loc, nope, rope, its.layout)
                     if new is not None:
                         its.layout = new.layout
                         if (
                             self.strategy is not None
                             and self.pending is None
-                            and self.strategy.waits(self, new, runtime.joint_refusal)
+                            and self.strategy.waits(self, new, runtime.trust.joint_refusal)
                         ):
                             self.pending = new
                             self._waits = pool, layer, loc, nope, rope
@@ -269,8 +270,3 @@ def is_direct(tokens: int | None, slots: int) -> bool:
     name more slots than the pool has, it is worth that.
     """
     return tokens is not None and tokens <= slots
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES
-from kvlab.patch.attempt import Attempt, one_line
+from kvlab.patch.attempt import Attempt
+from kvlab.patch.saying import one_line
 from kvlab.patch.scratch import is_capturing
 from kvlab.patch.seam import PoolView, put_back
 from kvlab.patch.sites import Site

@@ -111,9 +111,9 @@ class Runtime:
             if facts.q_dtype in WIDE_DTYPES:
                 self.choice(state, facts)
                 if self.asked != "stock":
-                    self.write_refusal(state, pool, facts)
+                    self.trust.write_refusal(pool, facts, state.write_refusal)
                     if kind == "decode" and state.choices[facts].strategy == "shadow":
-                        self.joint_refusal(facts)
+                        self.trust.joint_refusal(facts)
 
     def graphs_ready(self, family: str, backend: Any) -> None:
         """After `init_cuda_graph_state`: from now on the scratch lasts; ask for it before capture."""
@@ -221,14 +221,6 @@ class Runtime:
                 state.standing.clear()
             self.say(f"{strategy} failed ({why}); {outcome}, {strategy} is not used again")
         self.on_change(True)
-
-    def write_refusal(self, state: BackendState, pool: Any, facts: Facts) -> str | None:
-        """Why this pool's KV writes stay stock's, or None."""
-        return self.trust.write_refusal(pool, facts, state.write_refusal)
-
-    def joint_refusal(self, facts: Facts) -> str | None:
-        """Why the KV write and the cast stay two launches, or None."""
-        return self.trust.joint_refusal(facts)
 
     def _reserve(self, state: BackendState, facts: Facts) -> None:
         if facts.device.type != "cuda":

@@ -13,6 +13,7 @@ from kvlab.patch.policy import Facts
 from kvlab.patch.runtime import Runtime, Step
 from kvlab.patch.scratch import Scratch
 from kvlab.patch.sites import RECOGNISED, Site
+from kvlab.patch.trust import Trust
 
 RANK, ROPE, HEADS, SLOTS = 32, 16, 2, 96
 WIDTH = RANK + ROPE
@@ -140,7 +141,7 @@ def test_new_rows_are_read_by_their_own_layer(loc, tokens, graphs, kernels):
 
 
 def test_what_failed_its_check_stays_two_launches(kernels, monkeypatch):
-    monkeypatch.setattr(Runtime, "joint_refusal", lambda self, facts: "wrong here")
+    monkeypatch.setattr(Trust, "joint_refusal", lambda self, facts: "wrong here")
     assert both(prepare=with_graphs).kv_writes == {"one launch": 6}
 
 
@@ -227,7 +228,7 @@ def test_a_failure_loses_no_row(cause, monkeypatch):
         owner, name = (casts, "shadow") if cause == "the cast fails" else (write, "quantise")
         state = runtime.state("flashinfer_mla", backend)
         runtime.choice(state, facts())
-        assert runtime.write_refusal(state, backend.token_to_kv_pool, facts()) is None
+        assert runtime.trust.write_refusal(backend.token_to_kv_pool, facts(), state.write_refusal) is None
         monkeypatch.setattr(owner, name, fail)
 
     its = both(prepare=prepare)
