@@ -12,12 +12,14 @@ another process has a context on the GPU. Told is the time a replay, sample by s
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import gc
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -245,7 +247,8 @@ class Others:
     """Processes with contexts of their own on this GPU: they import at once and wait to be told."""
 
     def __init__(self, **kinds: bool) -> None:
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp(prefix="kvlab-pace-"))
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self.made = {
             name: subprocess.Popen(
                 [sys.executable, __file__, "other", str(self.folder / name), *(["--busy"] if busy else [])]

@@ -16,8 +16,10 @@ timing (kvlab.bench.tuned): `compare` takes runs of equal picks; `--block` shows
 """
 
 import argparse
+import atexit
 import itertools
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -95,7 +97,9 @@ def loaded(asked: argparse.Namespace, *, graphs: bool, batches: tuple[int, ...])
     from kvlab.bench.sglang_rank import Setup, load
 
     config = dummy.rank_config(models.load(asked.model), tp=asked.tp, layers=asked.layers)
-    folder = dummy.write_rank(Path(tempfile.mkdtemp()) / "rank", config)
+    made = tempfile.mkdtemp(prefix="kvlab-rank-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    folder = dummy.write_rank(Path(made) / "rank", config)
     setup = Setup(
         folder=str(folder),
         strategy=asked.strategy,
