@@ -51,6 +51,7 @@ class RunFile:
         # Something to tell that a thread of its own tells within seconds: no step waits for a disk.
         self._is_due = False
         self._thread: threading.Thread | None = None
+        self._thread_pid: int | None = None
         # Whose writing is under way, in which process: what was found later is to stay.
         self._writing, self._writer_pid = threading.Lock(), os.getpid()
 
@@ -62,7 +63,8 @@ class RunFile:
             self._tell()
             return
         self._is_due = True
-        if self._thread is None or not self._thread.is_alive():  # it does not survive a fork
+        if self._thread_pid != os.getpid():  # it does not survive a fork
+            self._thread_pid = os.getpid()
             self._thread = threading.Thread(
                 target=_tell_now_and_then, args=(weakref.ref(self),), name="kvlab-status", daemon=True
             )

@@ -607,7 +607,7 @@ def test_steps_are_told_by_a_thread_that_ends_with_its_file(tmp_path, monkeypatc
     file._is_given_up = True
     wait_until(lambda: not thread.is_alive())
     # As in a forked child, where it has not survived.
-    file._is_given_up = False
+    file._is_given_up, file._thread_pid = False, 0
     file.changed(False)
     thread = file._thread
     assert thread.is_alive()
