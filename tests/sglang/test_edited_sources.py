@@ -133,8 +133,8 @@ def kernels(fork):
     """Where the attention library's entry point is looked up."""
     if fork.family.name == "flashinfer_mla":
         return [(fork.module.BatchMLAPagedAttentionWrapper, "run")]
-    owners = (fork.module, fork.world.backend)
-    return [(o, "flash_attn_with_kvcache") for o in owners if hasattr(o, "flash_attn_with_kvcache")]
+    names = ("flash_attn_with_kvcache", "flash_attn_with_kvcache_fa3")
+    return [(o, n) for o in (fork.module, fork.world.backend) for n in names if hasattr(o, n)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
