@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvlab.backends import extract_flashinfer, extract_sglang, probe, sources
+from kvlab.backends import extract_flashinfer, extract_sglang_defaults, probe, sources
 from kvlab.backends.sources import Tree
 
 
@@ -87,7 +87,7 @@ def page_size_of(tree: Tree, backend: str) -> int:
         found = handler.real("_mla_backend_page_constraints", probe.namespace({}, {}))(args)
         return found.get("page_size", args.page_size)
     name = "_handle_attention_backend_compatibility"
-    values = extract_sglang.platform(10)
+    values = extract_sglang_defaults.platform(10)
     scope = probe.namespace(values, {"sglang": probe.Stub(current_platform=values["current_platform"])})
     tree.module("sglang/srt/server_args.py").real(name, scope)(args)
     return args.page_size
