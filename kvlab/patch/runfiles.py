@@ -47,6 +47,7 @@ class RunFile:
     def __init__(self, status: Callable[[], dict[str, Any]], runtime: "Runtime") -> None:
         self._status, self._runtime = status, runtime
         self._pid: int | None = None
+        self._path: Path | None = None
         self._is_given_up = False
         # Something to tell that a thread of its own tells within seconds: no step waits for a disk.
         self._is_due = False
@@ -68,7 +69,10 @@ class RunFile:
             self._thread = threading.Thread(
                 target=_tell_now_and_then, args=(weakref.ref(self),), name="kvlab-status", daemon=True
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as e:  # no more threads: not a request's fault
+                self._give_up(e)
 
     def _tell(self) -> None:
         if self._writer_pid != os.getpid():
@@ -78,9 +82,19 @@ class RunFile:
         try:
             with self._writing:
                 self._write()
-        except OSError as e:
-            self._is_given_up = True
-            self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(e)}")
+        except RuntimeError:
+            # A step counted what was never counted before, meanwhile.
+            self._is_due = True
+        except Exception as e:
+            self._give_up(e)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_given_up = True
+        if self._path is not None and self._pid == os.getpid():
+            # Figures that nobody brings up to date would pass for this server's.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._runtime.say(f"no status for `kvlab patch status --url`: {one_line(error)}")
 
     def _write(self) -> None:
         folder = run_dirs()[0]
@@ -92,11 +106,17 @@ class RunFile:
         of = {"pid": pid, "started": _started(pid), "namespace": _namespace(), "kvlab": __version__}
         text = json.dumps({**of, "server": self._runtime.server, **self._status()})
         part = folder / f".{pid}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+        self._path = path
         if self._pid != pid:
             self._pid = pid
-            atexit.register(_forget, path, pid)
+            atexit.register(_forget, path, pid, weakref.ref(self))
 
 
 def _tell_now_and_then(file: weakref.ref[RunFile]) -> None:
@@ -107,18 +127,20 @@ def _tell_now_and_then(file: weakref.ref[RunFile]) -> None:
         if its is None or its._is_given_up:
             return
         if its._is_due:
-            try:
-                its._tell()
-            except RuntimeError:
-                # A step counted what was never counted before, meanwhile.
-                its._is_due = True
+            its._tell()
         del its
 
 
-def _forget(path: Path, pid: int) -> None:
-    if os.getpid() == pid:
-        with contextlib.suppress(OSError):
-            path.unlink()
+def _forget(path: Path, pid: int, file: weakref.ref[RunFile]) -> None:
+    if os.getpid() != pid:
+        return
+    its = file()
+    if its is not None:
+        # Its thread ends wherever it is when Python does: not in the middle of a file, nor after this.
+        its._is_given_up = True
+        its._writing.acquire(timeout=1.0)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def running(port: int | None = None) -> list[dict[str, Any]]:

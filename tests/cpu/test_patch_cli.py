@@ -32,6 +32,9 @@ class FlashInferMLAAttnBackend:
     def init_forward_metadata(self, forward_batch):
         pass
 
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        pass
+
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         prefill_wrapper_paged = self.forward_metadata.prefill_wrapper
         k_buf = self.token_to_kv_pool.get_key_buffer(layer.layer_id).to(q.dtype)
@@ -641,6 +644,63 @@ def test_what_is_told_last_stays(tmp_path, monkeypatch):
     assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
     time.sleep(0.4)
     assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+
+
+@pytest.mark.parametrize("what", ["a disk", "a thread", "status"])
+def test_what_cannot_be_told_costs_no_step_and_leaves_nothing(what, tmp_path, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise {"a disk": OSError("full"), "a thread": RuntimeError("no threads"), "status": TypeError("?")}[
+            what
+        ]
+
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(runfiles, "_SECONDS", 0.01)
+    runtime = Runtime("exact", is_strict=False, version="0.5.23")
+    runtime.server = {"port": 30000}
+    status = {}
+    file = runfiles.RunFile(lambda: status or fail(), runtime)
+    status["steps"] = 1
+    file.changed(True)
+    assert len(runfiles.running(30000)) == 1
+    if what == "status":
+        status.clear()
+    else:
+        monkeypatch.setattr(*((Path, "replace") if what == "a disk" else (threading.Thread, "start")), fail)
+    file.changed(False)
+    wait_until(lambda: caplog.messages)
+    # Neither figures that are no longer true nor half a file.
+    assert list(tmp_path.iterdir()) == []
+    file.changed(False)
+    file.changed(True)
+    assert len(caplog.messages) == 1
+
+
+def test_a_process_that_ends_while_it_is_told_of_leaves_no_file(tmp_path):
+    """Python stops its thread wherever that is."""
+    code = """
+import sys, time, types
+from pathlib import Path
+from kvlab.patch import runfiles
+
+runfiles._SECONDS, replace = 0.01, Path.replace
+
+def slowly(self, target):
+    print("begun", flush=True)
+    time.sleep(0.3)
+    return replace(self, target)
+
+file = runfiles.RunFile(dict, types.SimpleNamespace(server={"port": 1}))
+file.changed(True)
+Path.replace = slowly
+file.changed(False)
+time.sleep(0.15)
+"""
+    env = os.environ | {"KVLAB_RUN_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "begun\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def wait_until(is_so):
