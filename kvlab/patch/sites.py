@@ -2,8 +2,9 @@
 
 A site is recognised by what the code is: a method `forward_decode` or `forward_extend` of the backend's class
 that contains `<holder>.token_to_kv_pool.get_key_buffer(…).to(…)`, hands the wide rows to the attention kernel
-and to nobody else, and reads the metadata that the adapter will read. Release numbers decide nothing, so a
-newer release with the same seam is patched and an older one that was fixed by hand is not.
+and to nobody else, and reads the metadata that the adapter will read, in a class that tells when it is made.
+Release numbers decide nothing, so a newer release with the same seam is patched and an older one that was
+fixed by hand is not.
 """
 
 import ast
@@ -14,6 +15,8 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from kvlab.patch.metadata_hooks import why_untold
 
 RECOGNISED = "recognised"
 LEFT_ALONE = "left alone"
@@ -159,6 +162,8 @@ def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
     missing = [a for a in family.reads[site.kind] if a not in named]
     if missing:
         return replace(site.left(f"{site.method} does not read {', '.join(missing)}"), line=line)
+    if (untold := why_untold(cls)) is not None:
+        return replace(site.left(untold), line=line)
     return replace(site, state=RECOGNISED, line=line, holder=holder)
 
 

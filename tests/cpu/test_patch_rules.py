@@ -1,5 +1,6 @@
 """The patch's arithmetic and rules: policies, counters, scratch, the one-launch KV write."""
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -484,6 +485,19 @@ def test_fast_without_nvrtc_says_once_who_decodes(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert chosen(on_h200) == {"fused"}
     assert caplog.messages == []
+
+
+def test_the_parameters_that_a_class_must_have_are_those_that_are_read():
+    """Arguments reach what follows a metadata hook by these names and places."""
+    from kvlab.patch import hooks, metadata_hooks
+
+    after = hooks._after(None, "fa3")
+    assert after.keys() == metadata_hooks.PARAMETERS.keys()
+    for name, call in after.items():
+        read = [
+            p.name for p in inspect.signature(call).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+        assert tuple(read) == metadata_hooks.PARAMETERS[name]
 
 
 # The plan of a replay.

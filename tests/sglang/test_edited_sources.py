@@ -129,6 +129,42 @@ def test_what_is_not_the_code_we_know_is_left_alone(fork, family, cast, why):
     assert all(why in s.reason for s in edited.sites)
 
 
+def edited_sites(family, old, new):
+    """The sites of the installed source with every `old` replaced."""
+    found = next(f for f in sites.FAMILIES if f.name == family)
+    text = (sites.installed().root / found.path).read_text(encoding="utf-8")
+    edited, count = re.subn(old, new, text)
+    assert count
+    blank = [sites.Site(family, kind, found.module, found.cls, sites.LEFT_ALONE) for kind in KINDS]
+    return [sites.recognise(found, site, ast.parse(edited)) for site in blank]
+
+
+GRAPHS_TOLD = r"def init_forward_metadata_(out_graph|replay_cuda_graph)\("
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (r"def init_forward_metadata\(", "def prepare_metadata(", "has no init_forward_metadata"),
+        (GRAPHS_TOLD, r"def prepare_\1(", "has no init_forward_metadata_out_graph or"),
+        (
+            r"(def init_forward_metadata\(\s*self, )forward_batch",
+            r"\1batch",
+            "does not begin with (self, for",
+        ),
+        (GRAPHS_TOLD + r"\s*self,", r"def init_forward_metadata_\1(self, x,", "does not begin with (self, "),
+    ],
+)
+@pytest.mark.parametrize("family", MODULES)
+def test_metadata_that_is_told_otherwise_is_left_alone(family, old, new, why):
+    """A decision stands until metadata is made anew: where that is not noticed it would outlive its step."""
+    for site in edited_sites(family, "forward_decode", "forward_decode"):
+        assert site.state == sites.RECOGNISED
+    for site in edited_sites(family, old, new):
+        assert site.state == sites.LEFT_ALONE
+        assert why in site.reason
+
+
 def kernels(fork):
     """Where the attention library's entry point is looked up."""
     if fork.family.name == "flashinfer_mla":
