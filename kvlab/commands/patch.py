@@ -58,6 +58,11 @@ def status(
             f"--url: no patched scheduler of {url} has written to {places}; {'; '.join([why, *elsewhere()])}"
         )
     _print(merged(processes), as_json, _words)
+    removed = [str(p["pid"]) for p in processes if p["strategy"] == "off"]
+    if removed:
+        raise BadInput(
+            f"--url: {url} runs unpatched: remove() was called in scheduler {', '.join(removed)}; restart it"
+        )
 
 
 def diff() -> None:

@@ -443,6 +443,16 @@ def test_status_of_a_running_server_sums_its_ranks(sglang, run):
     assert "fa3.decode: patched with shadow" in words
 
 
+def test_a_server_whose_patch_was_taken_out_runs_unpatched(sglang, run):
+    (sglang / "run").mkdir()
+    text = json.dumps(said(os.getpid(), strategy="off", chosen={}))
+    (sglang / "run" / f"{os.getpid()}.json").write_text(text, encoding="utf-8")
+    done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000", "--json")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"runs unpatched: remove() was called in scheduler {os.getpid()}" in done.stderr
+    assert json.loads(done.stdout)["strategy"] == "off"
+
+
 def test_status_of_a_server_that_wrote_nothing(sglang, run):
     done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30001")
     assert done.returncode == 2
