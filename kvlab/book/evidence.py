@@ -101,35 +101,48 @@ def provenance_of(file: Path) -> str:
 
 
 def reported(claim: str, also: str = "") -> Value:
-    """What the source text or a public report says: the claim of that id in data/reported/claims.yml.
+    """What the source text or another public report says, by its id in data/reported/{claims,elsewhere}.yml.
 
-    `also` names a further figure of the same quote.
+    `also` names a further figure of the same quote or report.
     """
-    entry = claims().get(claim)
+    ledger, reports = claims(), elsewhere()
+    entry = ledger.get(claim) or reports.get(claim)
     if entry is None:
-        raise BadInput(f"data/reported/claims.yml: no claim {claim!r}; there are {', '.join(claims())}")
+        raise BadInput(
+            f"data/reported: no claim or report {claim!r}; there are {', '.join([*ledger, *reports])}"
+        )
+    where = f"data/reported/{'claims' if claim in ledger else 'elsewhere'}.yml"
     value = (entry.get("also") or {}).get(also) if also else entry.get("value")
     if value is None:
         what = f"no further figure {also!r}" if also else "no value"
-        raise BadInput(f"data/reported/claims.yml: claim {claim!r} has {what}")
+        raise BadInput(f"{where}: {claim!r} has {what}")
     name = f"{claim}.{also}" if also else claim
-    source = Source("reported", f"data/reported/claims.yml, {name}: “{entry.get('quote', '')}”")
+    words = f"“{entry['quote']}”" if "quote" in entry else f"{entry['source']}, {entry['quantity']}"
+    source = Source("reported", f"{where}, {name}: {words}")
     unit = None if also else _claim_unit(entry.get("unit"))
     return Value(value, unit, Origin("reported", f"reported.{name}", (source,)))
 
 
 def claims() -> dict[str, dict]:
-    """The ledger, by id."""
+    """The ledger of the source text, by id."""
+    return _entries("claims.yml", "claims")
+
+
+def elsewhere() -> dict[str, dict]:
+    """What public reports of the same fault say, by id."""
+    return _entries("elsewhere.yml", "reports")
+
+
+def _entries(name: str, key: str) -> dict[str, dict]:
     import yaml
 
-    file = data.reported("claims.yml")
     try:
-        ledger = yaml.safe_load(file.read_text("utf-8"))
+        found = yaml.safe_load(data.reported(name).read_text("utf-8"))
     except OSError as e:
-        raise BadInput(f"data/reported/claims.yml: {e.strerror or e}") from None
+        raise BadInput(f"data/reported/{name}: {e.strerror or e}") from None
     except yaml.YAMLError as e:
-        raise BadInput(f"data/reported/claims.yml: not YAML ({' '.join(str(e).split())})") from None
-    entries: Sequence[dict] = ledger["claims"] if isinstance(ledger, dict) else ledger
+        raise BadInput(f"data/reported/{name}: not YAML ({' '.join(str(e).split())})") from None
+    entries: Sequence[dict] = found[key] if isinstance(found, dict) else found
     return {str(e["id"]): e for e in entries}
 
 

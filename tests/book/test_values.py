@@ -34,6 +34,10 @@ def data(tmp_path, monkeypatch):
         "claims:\n- {id: step, quote: a step of 95.6 ms, value: 95.6, unit: ms, also: {slots: 100}}\n"
         "- {id: silent, quote: no figure}\n"
     )
+    (tmp_path / "reported" / "elsewhere.yml").write_text(
+        "reports:\n- {id: other, source: issue 9, quantity: a step, value: 31.5, unit: ms,"
+        " also: {cast_us: 225.8}}\n"
+    )
     monkeypatch.setenv("KVLAB_DATA", str(tmp_path))
     return tmp_path
 
@@ -68,6 +72,12 @@ def test_computed_value_remembers_its_inputs(data):
     assert "claims.yml, step" in describe(share)
     assert "times.json" in describe(share)
     assert (1 - share).origin.sources == share.origin.sources
+
+
+def test_another_report_than_the_source_text_names_itself(data):
+    said = reported("other", "cast_us").with_unit("us")
+    assert f"{said:.1f us}" == "225.8\u00a0µs"
+    assert "elsewhere.yml, other.cast_us: issue 9, a step" in describe(said)
 
 
 def test_call_is_traced_with_its_inputs(data):
@@ -130,9 +140,10 @@ def test_units_are_checked(data):
         (lambda: recorded("one/times.json", "rows[bs=1].cast_us"), "matches 2 rows"),
         (lambda: recorded("one/times.json", "rows[7].cast_us"), "2 entries"),
         (lambda: recorded("one/times.json", "row"), "there is gpu, rows"),
-        (lambda: reported("nothing"), "no claim 'nothing'"),
+        (lambda: reported("nothing"), "no claim or report 'nothing'; there are step, silent, other"),
         (lambda: reported("silent"), "no value"),
-        (lambda: reported("step", "pages"), "no further figure"),
+        (lambda: reported("step", "pages"), "claims.yml: 'step' has no further figure"),
+        (lambda: reported("other", "pages"), "elsewhere.yml: 'other' has no further figure"),
     ],
 )
 def test_bad_reference_is_one_line(data, call, says):
