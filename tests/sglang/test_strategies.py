@@ -216,6 +216,27 @@ def test_native_replays_through_the_module_that_the_first_plan_compiled(monkeypa
     assert torch.allclose(got.float(), want.float(), atol=0.02)
 
 
+def test_an_error_out_of_native_is_told_as_it_is(monkeypatch):
+    """Stock's wide rows would meet a plan for FP8, and another error."""
+    monkeypatch.setattr("kvlab.patch.strategies.native.flashinfer_refusal", lambda: None)
+
+    def run(self, *args, ckv_scale=None, **kwargs):
+        if ckv_scale is not None:
+            raise RuntimeError("no kernel image")
+        return stock_s(self, *args, **kwargs)
+
+    with patch.applied("native"):
+        its = its_of(shape=Shape(layers=1, heads=2, rank=512, rope=64))
+        batch = its.batch(ForwardMode.DECODE, LENGTHS)
+        its.plan(batch)
+        wrapper = its.backend.forward_metadata.decode_wrapper
+        stock_s = type(wrapper).run
+        monkeypatch.setattr(type(wrapper), "run", run)
+        with pytest.raises(RuntimeError, match="no kernel image"):
+            its.attend(batch, "decode", its.tensors(batch))
+        assert its.backend.forward_metadata.decode_wrapper is wrapper
+
+
 def test_native_without_fp8_mla_in_flashinfer_is_refused_with_a_reason():
     with patch.applied("native"):
         its = its_of()

@@ -60,10 +60,14 @@ class Call(Protocol):
 
 
 class Strategy(Protocol):
-    """`enter` runs before SGLang's method, `cast` where it casts, `call.undo` after it."""
+    """`enter` runs before SGLang's method, `cast` where it casts, `call.undo` after it.
+
+    `leaves_plan`: is the plan stock's, so that the method can run again for stock once all is undone?
+    """
 
     name: str
     is_exact: bool
+    leaves_plan: bool
 
     def refusal(self, facts: Facts) -> str | None:
         """Why it cannot serve such calls here, or None. Cheap; nothing is allocated."""
@@ -90,6 +94,8 @@ class Strategy(Protocol):
 
 class Plain:
     """What a strategy answers where it has nothing of its own to say."""
+
+    leaves_plan = True
 
     def refusal(self, facts: Facts) -> str | None:
         return None

@@ -19,6 +19,7 @@ from kvlab.patch.strategies.base import Call, Plain
 class Native(Plain):
     name = "native"
     is_exact = False
+    leaves_plan = False
 
     def refusal(self, facts: Facts) -> str | None:
         if facts.family != "flashinfer_mla":
