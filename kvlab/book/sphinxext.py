@@ -22,6 +22,8 @@ from kvlab.errors import BadInput
 VALUES_PAGE = "book/where-numbers-come-from"
 _VAL = re.compile(r"\\val\{([^{}]*)\}")
 _EVERYTHING = "*"
+# Sources of a value that are shown open.
+_AT_A_GLANCE = 6
 _THEBE = re.compile(
     r'<script type="text/x-thebe-config">.*?</script>|<script>kernelName = .*?</script>', re.S
 )
@@ -282,17 +284,28 @@ class ValueOrigins(SphinxDirective):
             for name, found in executed.values.items():
                 value = exports.from_dict(name, found)
                 first = nodes.paragraph("", "", nodes.literal("", name))
-                origin = [nodes.paragraph("", f"{value.origin.kind}: {value.origin.how}")]
-                leaves = [s.text for s in value.origin.sources]
-                if leaves:
-                    items = [nodes.list_item("", nodes.paragraph("", t)) for t in leaves]
-                    origin.append(nodes.bullet_list("", *items))
+                origin = _origin(value.origin.kind, value.origin.how, [s.text for s in value.origin.sources])
                 rows.append(
                     ([_anchor(page.name, name)], [[first], [nodes.paragraph("", format(value))], origin])
                 )
             section += _table(["name", "value", "where it comes from"], rows, [2, 2, 6])
             out.append(section)
         return out
+
+
+def _origin(kind: str, how: str, sources: list[str]) -> list[nodes.Node]:
+    """How a value came about, and from what: a list, closed where it is longer than one reads at a glance."""
+    if kind in ("recorded", "reported") and len(sources) == 1:
+        # Its source says all of `how`.
+        return [nodes.paragraph("", f"{kind}: {sources[0]}")]
+    said = [nodes.paragraph("", f"{kind}: {how}")]
+    if not sources:
+        return said
+    listed = nodes.bullet_list("", *(nodes.list_item("", nodes.paragraph("", t)) for t in sources))
+    if len(sources) <= _AT_A_GLANCE:
+        return [*said, listed]
+    opening = f"<details><summary>from {len(sources)} figures</summary>"
+    return [*said, nodes.raw("", opening, format="html"), listed, nodes.raw("", "</details>", format="html")]
 
 
 class ExecutionStatus(SphinxDirective):
@@ -313,7 +326,7 @@ class ExecutionStatus(SphinxDirective):
             cells = [
                 _title(page),
                 f"{k['seconds']:.1f} s",
-                p["date"],
+                p["date"][:16].replace("T", " "),
                 host,
                 given,
                 commit,
@@ -330,7 +343,7 @@ class ExecutionStatus(SphinxDirective):
             everything["driver"] = p["driver"] or "none"
             for name, version in everything.items():
                 versions.setdefault(name, set()).add(version)
-        heads = ["page", "run time", "executed at", "GPU", "parameters", "commit", "run"]
+        heads = ["page", "run time", "executed at (UTC)", "GPU", "parameters", "commit", "run"]
         version_rows = [
             ([], [[nodes.paragraph("", n)], [nodes.paragraph("", ", ".join(sorted(v)))]])
             for n, v in versions.items()
