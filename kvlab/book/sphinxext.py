@@ -374,11 +374,14 @@ def _table(
 
 
 def _page_scripts(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """No Thebe; plotly only on a page that has a figure; no list role whose children are no list items."""
+    """No Thebe; plotly only on a page that has a figure; no list role whose children are no list items; the
+    theme's scrolling tables within reach of the keyboard.
+    """
     if "body" in context:
-        context["body"] = _THEBE.sub("", context["body"]).replace(
-            '<div role="list" class="citation-list">', "<div>"
-        )
+        body = _THEBE.sub("", context["body"])
+        body = body.replace('<div role="list" class="citation-list">', "<div>")
+        table = '<div class="pst-scrollable-table-container"'
+        context["body"] = body.replace(table, f'{table} tabindex="0"')
     context["script_files"][:] = [s for s in context["script_files"] if "thebe" not in _script(s)]
     context["css_files"][:] = [
         c for c in context["css_files"] if "thebe" not in str(getattr(c, "filename", c))
