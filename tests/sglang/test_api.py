@@ -274,8 +274,8 @@ def test_sglang_plugins_is_honoured():
 def test_strict_stops_the_launcher():
     fixed = """
 import pathlib
-real = pathlib.Path.read_text
-pathlib.Path.read_text = lambda self, *a, **k: real(self, *a, **k).replace(".get_key_buffer(", ".other(")
+real = pathlib.Path.read_bytes
+pathlib.Path.read_bytes = lambda self: real(self).replace(b".get_key_buffer(", b".other(")
 """
     code, line = in_fresh_process(fixed + LOAD.format(backend=False), KVLAB_PATCH_STRICT="1")
     assert code == 1
