@@ -72,6 +72,24 @@ def test_a_kernel_that_raises_while_serving(its, monkeypatch, caplog):
     assert "RuntimeError: illegal instruction" in lines(caplog)[0]
 
 
+def test_an_interrupt_while_slots_are_found_leaves_no_other_pass_s(its, monkeypatch):
+    """Neither a failure of ours nor the end of the process, where somebody catches it."""
+    batches = [its.batch(ForwardMode.DECODE, [n - less for n in LENGTHS]) for less in (0, 3)]
+    with patch.applied("gather"):
+        for batch in batches:
+            its.plan(batch)
+            tensors = its.tensors(batch)
+            if batch is batches[1]:
+                with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                    interrupted.setattr(casts, "slot_map", raising(KeyboardInterrupt()))
+                    its.attend(batch, "decode", tensors, 0)
+            got = its.attend(batch, "decode", tensors, 1)
+            with its.unpatched():
+                assert torch.equal(its.attend(batch, "decode", tensors, 1), got)
+            if batch is batches[0]:
+                assert patch.status()["counters"]["calls"] == {"flashinfer_mla.decode": {"gather": 1}}
+
+
 def test_every_strategy_broken_is_stock(its, monkeypatch, caplog):
     serving(monkeypatch, casts, "shadow", raising(RuntimeError("a")))
     monkeypatch.setattr(casts, "slot_map", raising(RuntimeError("b")))

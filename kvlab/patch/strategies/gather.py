@@ -42,7 +42,9 @@ class Gather(Plain):
         """This pass's map: found again whenever the pass may be another one."""
         its = self._passes.of(call)
         if its.layers == 1:
-            its.found = casts.slot_map(call.reads.tables[0], call.facts.slots, its.found)
+            # None, should this be interrupted: what the pass before read is nobody's map.
+            last, its.found = its.found, None
+            its.found = casts.slot_map(call.reads.tables[0], call.facts.slots, last)
             if call.is_capturing:
                 self._captured.append(its.found)
         return its.found

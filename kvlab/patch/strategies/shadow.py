@@ -47,10 +47,13 @@ class Shadow(Plain):
         # The first pass of all learns at its second layer that there are several.
         begins = 1 if its.layers_before > 1 else 2
         if its.layers == begins:
-            its.found = casts.slot_list(call.reads.tables, slots, its.found)
+            # None, should this be interrupted: what the pass before read is nobody's list.
+            last, its.found = its.found, None
+            found = casts.slot_list(call.reads.tables, slots, last)
             its.written = call.pending.loc if call.pending is not None else None
             if its.written is not None:
-                casts.without(its.found, its.written)
+                casts.without(found, its.written)
+            its.found = found
             if call.is_capturing and all(its.found is not kept for kept in self._captured):
                 self._captured.append(its.found)
         is_listed = its.found is not None and its.layers >= begins
