@@ -157,14 +157,15 @@ def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
             runtime.graphs_ready(family, self)
 
     def eager(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        runtime.metadata_ready(family, self, Step(*_step(forward_batch)))
+        mode, batch, _ = _step(forward_batch)
+        runtime.metadata_ready(family, self, Step(mode, batch))
 
     def out_graph(self: Any, forward_batch: Any, in_capture: bool = False, *args: Any, **kwargs: Any) -> None:
+        mode, batch, tokens = _step(forward_batch)
         if in_capture:
-            step = Step(*_step(forward_batch), is_graph=True, is_capture=True)
-            runtime.metadata_ready(family, self, step)
+            runtime.metadata_ready(family, self, Step(mode, batch, is_capture=True))
         else:
-            runtime.replayed(family, self, *_step(forward_batch))
+            runtime.replayed(family, self, mode, batch, tokens)
 
     # The signatures of 0.5.8 to 0.5.12, alike in both backends.
     def capture(
@@ -178,7 +179,7 @@ def _after(runtime: Runtime, family: str) -> dict[str, Callable[..., None]]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        runtime.metadata_ready(family, self, Step(forward_mode, bs, is_graph=True, is_capture=True))
+        runtime.metadata_ready(family, self, Step(forward_mode, bs, is_capture=True))
 
     def replay(
         self: Any,

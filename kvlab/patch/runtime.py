@@ -126,10 +126,7 @@ class Runtime:
                 self._reserve(state, facts)
 
     def metadata_ready(self, family: str, backend: Any, step: "Step") -> None:
-        """After a metadata hook: a new pass begins, perhaps a capture, perhaps a replay."""
-        if step.is_graph and not step.is_capture:
-            self.replayed(family, backend, step.mode, step.batch, step.tokens)
-            return
+        """After a metadata hook: a new pass begins, perhaps a capture. A replay's is `replayed`."""
         state = self.state(family, backend)
         state.generation += 1
         # Without graphs, what is kept for a pass is memory that another backend's pass is to find free.
@@ -280,12 +277,8 @@ class Runtime:
 
 
 class Step(NamedTuple):
-    """What a metadata hook says of the pass to come. `mode`: SGLang's ForwardMode, or a name; `tokens`:
-    cached tokens of the batch, where the host knows them.
-    """
+    """What a metadata hook says of the pass to come. `mode`: SGLang's ForwardMode, or a name."""
 
     mode: Any
     batch: int
-    tokens: Any = None
-    is_graph: bool = False
     is_capture: bool = False

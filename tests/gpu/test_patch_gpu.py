@@ -136,7 +136,7 @@ def test_a_captured_step_follows_growing_lengths(strategy, patched):
     with torch.cuda.stream(stream):
         step(backend)
     torch.cuda.synchronize()
-    runtime.metadata_ready("fa3", backend, Step("DECODE", 4, None, is_graph=True, is_capture=True))
+    runtime.metadata_ready("fa3", backend, Step("DECODE", 4, is_capture=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         out = step(backend)
