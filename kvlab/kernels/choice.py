@@ -38,20 +38,13 @@ def prefer(columns: int, batch: int, longest: int) -> str:
     return NAMES[sum(logs) > 0]
 
 
-def from_runs(
-    runs: Sequence[dict[str, Any]], source: str, again: Sequence[Sequence[Any]] = ()
-) -> dict[str, Any]:
-    """The table of runs of `kvlab bench attention --only fused_cuda,fused_triton`: warm microseconds.
-
-    `again`: [columns, batch, context, us, …] where the CUDA kernels alone were measured later.
-    """
-    later = {tuple(t[:3]): t[3] for t in again}
+def from_runs(runs: Sequence[dict[str, Any]], source: str) -> dict[str, Any]:
+    """The table of runs of `kvlab bench attention --only fused_cuda,fused_triton`: warm microseconds."""
     times = []
     for s in (s for run in runs for s in run["shapes"]):
         both = [s["results"].get(f"fused_{name}", {}).get("us") for name in NAMES]
         if s.get("lengths") is None and None not in both:
-            shape = (s["heads"], s["batch"], s["context"])
-            times.append([*shape, round(later.get(shape, both[0]), 2), round(both[1], 2)])
+            times.append([s["heads"], s["batch"], s["context"], *(round(us, 2) for us in both)])
     known = runs[0]["provenance"]
     origin = {"recorded": source, "gpu": runs[0]["gpu"], "date": known["date"], "commit": known["commit"]}
     return {"source": origin, "times": sorted(times)}
