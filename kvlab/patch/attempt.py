@@ -251,6 +251,11 @@ class Attempt:
 
     def _give_up(self, error: Exception) -> None:
         self.leave()
+        if self.standing is None:
+            # Not a strategy's failure: what the call is was not found out.
+            self.fell_back("not understood")
+            self.runtime.say(f"calls of {self.site.name} are left to stock: {one_line(error)}")
+            return
         self.strategy = None
         if isinstance(error, torch.OutOfMemoryError):
             self.fell_back("out of memory for scratch")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Callable[..., Any]:
     """`original`, a site's method, with the pool cast the cheap way where that is certain to be right."""
     states, family = runtime.states, site.family
-    is_backend_s = site.holder == "self"
+    is_backend_s, serves_others = site.holder == "self", family == "fa3"
 
     @functools.wraps(original)
     def forward(
@@ -34,6 +34,9 @@ def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Calla
         holder = self if is_backend_s else forward_batch
         pool = getattr(holder, "token_to_kv_pool", None)
         if type(pool) is PoolView or getattr(pool, "dtype", None) not in FP8_DTYPES:
+            return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        if serves_others and not getattr(self, "use_mla", True):
+            # FP8 keys and values of a model without MLA: nothing is cast there.
             return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
 
         state = states.get(self) or runtime.state(family, self)

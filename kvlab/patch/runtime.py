@@ -217,7 +217,7 @@ class Runtime:
             for state in list(self.states.values()):
                 state.standing.clear()
             self.say(f"{strategy} failed ({why}); {outcome}, {strategy} is not used again")
-        self.on_change(True)
+            self.on_change(True)
 
     def _reserve(self, state: BackendState, facts: Facts) -> None:
         if facts.device.type != "cuda":

@@ -72,6 +72,21 @@ def test_a_kernel_that_raises_while_serving(its, monkeypatch, caplog):
     assert "RuntimeError: illegal instruction" in lines(caplog)[0]
 
 
+def test_what_cannot_be_decided_is_stock_s_and_no_strategy_s_fault(its, monkeypatch, caplog):
+    """A pool of a fork's own, for one: said once, and no file is written for each layer of each step."""
+    told = []
+    monkeypatch.setattr("kvlab.patch.attempt.standing", raising(AttributeError("no kv_buffer")))
+    monkeypatch.setattr("kvlab.patch.runfiles.RunFile.changed", lambda self, force: told.append(force))
+    status = steps(its, "shadow")
+    assert status["counters"]["calls"] == {"flashinfer_mla.decode": {"stock": 4}}
+    assert status["counters"]["fallbacks"] == {"not understood": 4}
+    assert status["counters"]["kv_writes"] == {"stock": 4}
+    assert told.count(True) == 1  # on leaving
+    assert lines(caplog) == [
+        "kvlab: calls of flashinfer_mla.decode are left to stock: AttributeError: no kv_buffer"
+    ]
+
+
 def test_an_interrupt_while_slots_are_found_leaves_no_other_pass_s(its, monkeypatch):
     """Neither a failure of ours nor the end of the process, where somebody catches it."""
     batches = [its.batch(ForwardMode.DECODE, [n - less for n in LENGTHS]) for less in (0, 3)]

@@ -368,6 +368,54 @@ def test_a_bf16_pool_is_left_alone(family):
     assert counters["calls"] == counters["fallbacks"] == counters["kv_writes"] == {}
 
 
+def test_a_model_without_mla_is_none_of_ours(caplog, monkeypatch):
+    """fa3 serves most other models too, with FP8 keys and values: nothing is cast there, counted or said."""
+    its = World("fa3", max_bs=4)
+    runner, shape = its.runner, its.shape
+    width = shape.width
+    runner.model_config.attention_arch = type(runner.model_config.attention_arch).MHA
+    with environment.OnCPU():
+        runner.token_to_kv_pool = pool = memory_pool.MHATokenToKVPool(
+            size=its.slots - 1,
+            page_size=1,
+            dtype=torch.float8_e4m3fn,
+            head_num=1,
+            head_dim=width,
+            layer_num=shape.layers,
+            device="cpu",
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+        )
+    seen = []
+
+    def attend(q, k_cache, v_cache, **kwargs):
+        seen.append((type(k_cache), k_cache.view(torch.uint8).sum().item()))
+        return torch.zeros(len(q), shape.heads, width, dtype=q.dtype)
+
+    monkeypatch.setattr(fa3, "flash_attn_with_kvcache", attend)
+    for request, n in enumerate(LENGTHS):
+        its.allot(request, n)
+    told = []
+    with patch.applied("exact"), environment.OnCPU(), caplog.at_level("INFO", "kvlab.patch"):
+        monkeypatch.setattr(patch.api._patch.runtime, "on_change", told.append)
+        backend = its.backend = fa3.FlashAttentionBackend(runner)
+        backend.flash_attn_with_kvcache, backend._get_scheduler_metadata = attend, None
+        batch = its.batch(ForwardMode.DECODE, LENGTHS)
+        if world.OLD_HOOKS:
+            batch.token_to_kv_pool = pool
+        its.plan(batch)
+        for layer in range(shape.layers):
+            radix = world.RadixAttention(shape.heads, width, 1.0, 1, layer_id=layer)
+            q, k, v = (torch.randn(len(LENGTHS), n, width).to(shape.dtype) for n in (shape.heads, 1, 1))
+            backend.forward_decode(q.flatten(1), k, v, radix, batch)
+        counters = patch.status()["counters"]
+    assert [kind for kind, _ in seen] == [torch.Tensor] * shape.layers
+    assert all(total > 0 for _, total in seen)  # the new rows are there
+    assert counters["calls"] == counters["fallbacks"] == counters["kv_writes"] == {}
+    assert caplog.text == ""
+    assert told.count(True) <= 1  # on leaving: a file for each layer of each step would take longer than the step
+
+
 def test_the_block_fp4_pool_is_left_to_stock_with_a_reason(caplog):
     """It dequantises all its slots inside `get_key_buffer`, before there is a cast to defer."""
     cls = memory_pool.MLATokenToKVPoolFP4
