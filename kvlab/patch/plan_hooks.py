@@ -72,7 +72,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
     """`torch.cuda.current_stream(device)`, which makes a new object at every call: here it is kept."""
     try:
         which = torch._C._cuda_getCurrentStream(device.index)
-    except (AttributeError, TypeError):  # torch has no such name, `device` no index
+    except (AttributeError, RuntimeError, TypeError):  # torch has no such name, `device` no index
         return torch.cuda.current_stream(device)
     found = _streams.get(which)
     if found is None:

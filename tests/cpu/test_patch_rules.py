@@ -43,6 +43,13 @@ SMALL = Facts(
 EXACT = {"shadow", "gather", "stock"}
 
 
+@pytest.fixture
+def on_kernels(device, monkeypatch):
+    """SMALL where the Triton kernels run: on the GPU, or interpreted."""
+    monkeypatch.setattr(casts, "INTERPRET", True)
+    return replace(SMALL, device=torch.empty(0, device=device).device)
+
+
 def refusing(*names):
     return lambda strategy, facts: "no" if strategy in names else None
 
@@ -137,12 +144,16 @@ def test_a_captured_pass_counts_at_each_replay_and_not_before():
 # The KV write.
 
 
-@pytest.mark.parametrize("interpret", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_one_launch_write_gives_torch_s_bytes_for_every_value(fp8, dtype, interpret, monkeypatch):
-    monkeypatch.setattr(casts, "INTERPRET", interpret)
+def test_torch_s_write_gives_torch_s_bytes_for_every_value(fp8, dtype):
     assert selfcheck.check_write(replace(SMALL, fp8=fp8, q_dtype=dtype, width=576, rank=512)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_one_launch_write_gives_torch_s_bytes_for_every_value(fp8, dtype, on_kernels):
+    assert selfcheck.check_write(replace(on_kernels, fp8=fp8, q_dtype=dtype, width=576, rank=512)) is None
 
 
 def test_the_write_check_sees_one_wrong_code_of_an_overflow(monkeypatch):
@@ -164,17 +175,15 @@ def test_the_write_check_sees_one_wrong_code_of_an_overflow(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_write_with_the_cast_passes_its_check(fp8, dtype, monkeypatch):
-    monkeypatch.setattr(casts, "INTERPRET", True)
-    facts = replace(SMALL, fp8=fp8, q_dtype=dtype, width=96, rank=64)
+def test_the_write_with_the_cast_passes_its_check(fp8, dtype, on_kernels):
+    facts = replace(on_kernels, fp8=fp8, q_dtype=dtype, width=96, rank=64)
     assert selfcheck.check_joint(facts) is None
 
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_the_check_of_the_write_with_the_cast_sees_a_slot_that_is_cast_while_it_is_written(
-    is_early, monkeypatch
+    is_early, on_kernels, monkeypatch
 ):
-    monkeypatch.setattr(casts, "INTERPRET", True)
     # Left on the list, a new slot is cast from what stood there before, or from half of what comes.
     right = casts.write_shadow
 
@@ -186,7 +195,7 @@ def test_the_check_of_the_write_with_the_cast_sees_a_slot_that_is_cast_while_it_
         return out
 
     monkeypatch.setattr(casts, "write_shadow", late)
-    assert "differ from the stock cast" in selfcheck.check_joint(replace(SMALL, width=96, rank=64))
+    assert "differ from the stock cast" in selfcheck.check_joint(replace(on_kernels, width=96, rank=64))
 
 
 class Asked(SimpleNamespace):
@@ -210,9 +219,8 @@ def test_who_reads_rows_some_other_way_finds_them_written():
 @pytest.mark.parametrize("strategy", ["shadow", "gather"])
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_self_checks_pass_on_the_kernels(strategy, fp8, page_size, monkeypatch):
-    monkeypatch.setattr(casts, "INTERPRET", True)
-    assert selfcheck.check(strategy, replace(SMALL, fp8=fp8, page_size=page_size)) is None
+def test_the_self_checks_pass_on_the_kernels(strategy, fp8, page_size, on_kernels):
+    assert selfcheck.check(strategy, replace(on_kernels, fp8=fp8, page_size=page_size)) is None
 
 
 def test_the_fused_check_refuses_nan_and_noise(monkeypatch):
@@ -283,7 +291,7 @@ def test_scratch_lasts_or_is_given_back():
     page_size=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 99),
 )
-def test_clearing_touches_slot_0_and_tails_of_last_pages_only(lengths, page_size, seed):
+def test_clearing_touches_slot_0_and_tails_of_last_pages_only(lengths, page_size, seed, device):
     pages = -(-40 // page_size)
     order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(seed)) + 1
     table = order.view(len(lengths), pages).to(torch.int32)
@@ -293,23 +301,24 @@ def test_clearing_touches_slot_0_and_tails_of_last_pages_only(lengths, page_size
     for row, n in zip(table.tolist(), lengths, strict=True):
         last = -(-n // page_size) * page_size
         tails |= {row[p // page_size] * page_size + p % page_size for p in range(n, last)}
-    assert cleared(shape, active) == tails
+    assert cleared(shape, active, device) == tails
 
 
-def cleared(shape, active):
+def cleared(shape, active, device):
     """The rows of a wide layer that `clear_unread` zeroes: torch's and the kernel's are the same."""
     found = []
-    for interpret in (False, True):
-        shadow = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+    for interpret, where in ((False, "cpu"), (True, device)):
+        shadow = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=where)
+        its = replace(active, table=active.table.to(where), bounds=active.bounds.to(where))
         with mock.patch.object(casts, "INTERPRET", interpret):
-            clear_unread(shadow, [active])
+            clear_unread(shadow, [its])
         found.append(set((shadow == 0).all(2).all(1).nonzero().flatten().tolist()))
         assert int((~shadow.isnan()).sum()) == len(found[-1]) * shape[2]
     assert found[0] == found[1]
     return found[0]
 
 
-def test_a_page_that_is_none_has_no_tail():
+def test_a_page_that_is_none_has_no_tail(device):
     """-1, past the pool, past the table's width, negative and no length; a table without a page."""
 
     def paged(table, lengths):
@@ -317,10 +326,8 @@ def test_a_page_that_is_none_has_no_tail():
         return ActiveSlots.paged(*ints, 4)
 
     table = [[-1, 2], [9, 1], [1, -1], [2, 1], [1, 2], [2, 2]]
-    assert cleared((12, 1, 2), paged(table, [1, 2, 3, 99, -5, 0])) == {0, 7}
-    assert cleared((12, 1, 2), ActiveSlots(torch.zeros(2, 0, dtype=torch.int32), torch.ones(2), 4, True)) == {
-        0
-    }
+    assert cleared((12, 1, 2), paged(table, [1, 2, 3, 99, -5, 0]), device) == {0, 7}
+    assert cleared((12, 1, 2), paged([[], []], [1, 1]), device) == {0}
 
 
 # The seam.
@@ -567,6 +574,11 @@ def test_a_replay_s_plan_waits_for_the_copy_of_the_one_before_it(is_copied, monk
     class Wrapper:
         device = torch.device("cuda")
 
+    def refuses(index):
+        raise RuntimeError("invalid argument to getCurrentStream")
+
+    # A CUDA build of torch, asked for a device without an index.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", refuses, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
     monkeypatch.setattr(plan_hooks, "is_capturing", lambda device: False)
