@@ -445,7 +445,7 @@ def profile(rank: Rank, batch: Batch, path: str, *, steps: int = 2) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for _ in range(3):
         rank.decode(batch)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
             rank.decode(batch)
     export(profiler, Path(path))

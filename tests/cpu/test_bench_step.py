@@ -199,7 +199,7 @@ def test_a_step_s_trace_names_itself_and_no_path_of_this_host(tmp_path, name):
     from kvlab.trace import read
 
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, with_stack=True) as profiler:
+    with torch.profiler.profile(activities=cpu, with_stack=True, acc_events=True) as profiler:
         torch.ones(4).add_(1)
     export(profiler, tmp_path / name)
     assert [p.name for p in tmp_path.iterdir()] == [name]
