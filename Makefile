@@ -30,6 +30,10 @@ book: env ## the chapters, executed on this host, rendered into _build/html
 test: env ## everything that needs neither a GPU nor SGLang
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not sglang' $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: env ## the kernels on this host's GPU: tests/cpu there, and tests/gpu
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/cpu tests/gpu $(PYTEST_ARGS)
+
 # The real SGLang on CPU, each release in an environment of its own (tests/sglang/requirements), and the source of
 # all the others. Safe to run with -j.
 SGLANG_RELEASES ?= 0.5.9 0.5.15.post1 0.5.23

@@ -1,13 +1,29 @@
-"""Shared by all tests."""
+"""Shared by all tests.
+
+On a GPU host `make test` takes no GPU: it does the same on every host. `make test-gpu`, which is
+`pytest tests/cpu tests/gpu`, takes it: what launches kernels in `tests/cpu` launches them there. So a test
+that launches a kernel has its tensors on `device`, and one about a host without a GPU takes the GPU away
+itself.
+"""
 
 import contextlib
 import os
 
+import pytest
+from gpu_host import has_gpu
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """`make test` is what needs no GPU: it takes none, so that it does the same on every host."""
+    """Before any conftest asks whether there is a GPU."""
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run: the GPU, or the CPU through Triton's interpreter. The same tests run on both."""
+    return "cuda" if has_gpu() else "cpu"
 
 
 # SGLang's environments (make test-sglang) have no hypothesis.

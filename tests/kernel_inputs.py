@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.cast_cut import DRAWN, constants, tuning
+from kvlab.kernels.chip import chip
 from kvlab.kernels.widen import NAN_BITS
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -43,6 +45,15 @@ def random_pool(
     drawn = torch.randint(0, 256, (slots, width + padding), dtype=torch.uint8, generator=g)
     pool = drawn.to(device)[:, :width].view(fmt)
     return pool[:, None] if latent_head else pool
+
+
+def most_undrawn(width: int, device: str) -> int:
+    """Rows of `width` bytes that a cast there shares out evenly: of more, its programs draw tiles."""
+    where = torch.device(device)
+    cut = tuning(where)
+    its = constants(cut, width, False)
+    rows_a_tile = its["LANES"] // (width // its["UNIT"])
+    return rows_a_tile * DRAWN * cut.grid * chip(where)[1]
 
 
 def poison(rows: torch.Tensor, active: ActiveSlots) -> torch.Tensor:

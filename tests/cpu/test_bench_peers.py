@@ -75,7 +75,7 @@ def flash_mla(
     softmax_scale,
     **_,
 ):
-    out = torch.empty(q.shape[0], 1, q.shape[2], head_dim_v, dtype=torch.bfloat16)
+    out = torch.empty(q.shape[0], 1, q.shape[2], head_dim_v, dtype=torch.bfloat16, device=q.device)
     for b, n in enumerate(cache_seqlens.tolist()):
         rows = k_cache[block_table[b].long()].float().flatten(0, 2)[:n]
         out[b, 0] = attention(q[b, 0].float(), rows, softmax_scale)
@@ -83,7 +83,7 @@ def flash_mla(
 
 
 @pytest.fixture
-def libraries(monkeypatch):
+def libraries(monkeypatch, device):
     def module(name, **names):
         made = types.ModuleType(name)
         made.__dict__.update(names)
@@ -99,17 +99,18 @@ def libraries(monkeypatch):
         flash_mla_with_kvcache=flash_mla,
         get_mla_metadata=lambda lengths, heads, one, is_fp8_kvcache: (None, None),
     )
-    device = types.SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    if device == "cpu":
+        card = types.SimpleNamespace(multi_processor_count=4)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
 
 
-@pytest.fixture
-def bench():
-    """The benchmark's pools on the CPU: 8 pages of 64, page 0 NaN bytes."""
+def bench_on(device):
+    """The benchmark's pools: 8 pages of 64, page 0 NaN bytes."""
     g = torch.Generator().manual_seed(0)
     made = object.__new__(_Bench)
-    made.device, made.scratch = torch.device("cpu"), {}
+    made.device, made.scratch = torch.device(device), {}
     made.rows = [torch.randn(512, 1, 576, generator=g).to(torch.float8_e4m3fn) for _ in range(2)]
+    made.rows = [rows.to(device) for rows in made.rows]
     for rows in made.rows:
         rows.view(torch.uint8)[:64] = 0x7F
     made.wide = [r.to(torch.bfloat16) for r in made.rows]
@@ -117,13 +118,18 @@ def bench():
     return made
 
 
+@pytest.fixture
+def bench(device):
+    return bench_on(device)
+
+
 def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def test_the_cuda_kernel_s_row_is_absent_where_it_does_not_run(bench):
+def test_the_cuda_kernel_s_row_is_absent_where_it_does_not_run():
     with pytest.raises(peers.Absent, match="rows are on cpu"):
-        peers.BUILDERS["fused_cuda"](bench.problem(LENGTHS, 4))
+        peers.BUILDERS["fused_cuda"](bench_on("cpu").problem(LENGTHS, 4))
 
 
 @pytest.mark.parametrize("row", [r for r in peers.BUILDERS if r != "fused_cuda"])
@@ -143,7 +149,7 @@ def test_slots_and_pages_name_the_same_rows_and_none_twice(bench):
     slots = p.active.slots()
     assert [s.numel() for s in slots] == LENGTHS
     for row, mine in zip(p.table, slots, strict=True):
-        at = torch.arange(mine.numel())
+        at = torch.arange(mine.numel(), device=mine.device)
         assert torch.equal(mine, row[at // 64].long() * 64 + at % 64)
     every = torch.cat(slots)
     assert every.unique().numel() == every.numel()

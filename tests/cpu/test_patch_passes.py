@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_inputs import bits, random_pool, stock_bits
+from kernel_inputs import bits, most_undrawn, random_pool, stock_bits
 
 from kvlab.kernels import tickets
 from kvlab.kernels.active import ActiveSlots
@@ -235,9 +235,9 @@ def test_graphs_off_counters_that_a_cast_left_behind_end_with_its_pass(device, m
     and nothing is kept between.
     """
     monkeypatch.setattr(tickets, "_tickets", {})
-    slots = 700
+    slots = most_undrawn(WIDTH, device) * 11 // 8
     rows = random_pool(slots, WIDTH, torch.float8_e4m3fn, seed=1, device=device)
-    active = tables(list(range(1, slots)), device)
+    active = tables(range(1, slots), device)
     stock = stock_bits(rows, torch.bfloat16)
 
     def wide(kept):

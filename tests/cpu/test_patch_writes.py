@@ -24,12 +24,11 @@ SITE = Site("flashinfer_mla", "decode", "here", "Backend", RECOGNISED, holder="s
 class Pool:
     """SGLang's MLATokenToKVPool in a few lines; `wrote` counts its own writes."""
 
-    def __init__(self, layers=3, dtype=FP8):
+    def __init__(self, layers=3, dtype=FP8, device="cpu"):
         generator = torch.Generator().manual_seed(0)
-        self.kv_buffer = [
-            torch.randint(0, 0x48, (SLOTS, 1, WIDTH), generator=generator, dtype=torch.int32).to(torch.uint8)
-            for _ in range(layers)
-        ]
+        shape = SLOTS, 1, WIDTH
+        codes = (torch.randint(0, 0x48, shape, generator=generator, dtype=torch.int32) for _ in range(layers))
+        self.kv_buffer = [c.to(device, torch.uint8) for c in codes]
         self.dtype, self.store_dtype, self.start_layer, self.wrote = dtype, torch.uint8, 0, 0
 
     def get_key_buffer(self, layer_id):
@@ -46,10 +45,11 @@ class Backend:
 
     def __init__(self, pool, slots=(3, 9, 4)):
         self.token_to_kv_pool = pool
-        self.kv_indptr = torch.tensor([0, len(slots)], dtype=torch.int32)
+        ints = {"dtype": torch.int32, "device": pool.kv_buffer[0].device}
+        self.kv_indptr = torch.tensor([0, len(slots)], **ints)
         self.between, self.reads = lambda pool: None, lambda layer: layer.layer_id
         wrapper = SimpleNamespace(
-            _kv_indices_buf=torch.tensor(slots, dtype=torch.int32),
+            _kv_indices_buf=torch.tensor(slots, **ints),
             _kv_indptr_buf=self.kv_indptr,
             _use_cuda_graph=False,
         )
@@ -87,12 +87,20 @@ def layer(n):
     )
 
 
-def both(strategy="shadow", *, change=lambda backend: None, prepare=lambda *of: None, tokens=3, loc=(4,)):
+def both(
+    strategy="shadow",
+    *,
+    change=lambda backend: None,
+    prepare=lambda *of: None,
+    tokens=3,
+    loc=(4,),
+    device="cpu",
+):
     """Two steps of three layers, stock's and patched: the same outputs and pool bytes after each call.
 
     Returns the counters and both pools.
     """
-    pools = Pool(), Pool()
+    pools = Pool(device=device), Pool(device=device)
     runtime = Runtime(strategy, is_strict=False, version=None)
     backends = [Backend(pool) for pool in pools]
     for backend in backends:
@@ -100,11 +108,12 @@ def both(strategy="shadow", *, change=lambda backend: None, prepare=lambda *of: 
     prepare(runtime, backends[1])
     for step in range(2):
         runtime.metadata_ready("flashinfer_mla", backends[1], Step("DECODE", 1))
-        batch = SimpleNamespace(loc=torch.tensor(loc, dtype=torch.int64), seq_lens_sum=tokens)
+        slots = torch.tensor(loc, dtype=torch.int64, device=device)
+        batch = SimpleNamespace(loc=slots, seq_lens_sum=tokens)
         for n in range(3):
             generator = torch.Generator().manual_seed(10 * step + n)
-            q = torch.randn(1, HEADS, WIDTH, generator=generator).bfloat16()
-            new = torch.randn(len(loc), 1, WIDTH, generator=generator).bfloat16() * 3
+            q = torch.randn(1, HEADS, WIDTH, generator=generator).bfloat16().to(device)
+            new = torch.randn(len(loc), 1, WIDTH, generator=generator).bfloat16().to(device) * 3
             call = q, new[..., :RANK], new[..., RANK:], layer(n), batch
             want = Backend.forward_decode(backends[0], *call)
             got = runtime.call(SITE, Backend.forward_decode, backends[1], *call)
@@ -116,11 +125,12 @@ def both(strategy="shadow", *, change=lambda backend: None, prepare=lambda *of: 
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """The kernels, interpreted; what they are checked for before they serve is checked elsewhere."""
+def kernels(device, monkeypatch):
+    """Where the kernels run; what they are checked for before they serve is checked elsewhere."""
     monkeypatch.setattr(casts, "INTERPRET", True)
     for check in ("check_write", "check"):
         monkeypatch.setattr(f"kvlab.patch.selfcheck.{check}", lambda *facts: None)
+    return device
 
 
 def with_graphs(runtime, backend):
@@ -134,7 +144,8 @@ MANY = tuple(range(1, 66))
 @pytest.mark.parametrize(("tokens", "graphs"), [(3, False), (None, False), (SLOTS + 1, False), (3, True)])
 def test_new_rows_are_read_by_their_own_layer(loc, tokens, graphs, kernels):
     """In one launch with the cast where there is a list and they are few, else in one before it."""
-    its = both(tokens=tokens, loc=loc, prepare=with_graphs if graphs else lambda *of: None)
+    prepare = with_graphs if graphs else lambda *of: None
+    its = both(tokens=tokens, loc=loc, prepare=prepare, device=kernels)
     assert its.fallbacks == {}
     is_joint = 0 < len(loc) <= 64 and (graphs or tokens != 3)
     assert its.kv_writes == ({"one launch": 1, "with the cast": 5} if is_joint else {"one launch": 6})
@@ -142,7 +153,7 @@ def test_new_rows_are_read_by_their_own_layer(loc, tokens, graphs, kernels):
 
 def test_what_failed_its_check_stays_two_launches(kernels, monkeypatch):
     monkeypatch.setattr(Trust, "joint_refusal", lambda self, facts: "wrong here")
-    assert both(prepare=with_graphs).kv_writes == {"one launch": 6}
+    assert both(prepare=with_graphs, device=kernels).kv_writes == {"one launch": 6}
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -150,6 +161,7 @@ def test_a_cast_of_another_layer_finds_the_rows_of_this_one_written(graphs, kern
     its = both(
         change=lambda backend: setattr(backend, "reads", lambda its: 0),
         prepare=with_graphs if graphs else lambda *of: None,
+        device=kernels,
     )
     # The first layer's own cast still writes them, where a list is made.
     assert its.kv_writes == ({"one launch": 5, "with the cast": 1} if graphs else {"one launch": 6})

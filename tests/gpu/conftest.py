@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from gpu_host import has_gpu
 
 
 def pytest_collection_modifyitems(items):
@@ -11,10 +12,5 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not Path("/dev/nvidiactl").exists():
+            if not has_gpu():
                 item.add_marker(missing)
-
-
-@pytest.fixture(scope="session")
-def device() -> str:
-    return "cuda"

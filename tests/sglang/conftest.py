@@ -1,6 +1,7 @@
 """All of this needs a real SGLang release: `make test-sglang` runs it in each one's environment."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ _HAS_SGLANG = _spec is not None and _spec.origin is not None
 collect_ignore_glob = [] if _HAS_SGLANG else ["test_*.py"]
 if _HAS_SGLANG:
     sys.path.insert(0, str(_HERE))
+    # SGLang asks for a GPU as it is imported.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_configure(config):

@@ -48,6 +48,7 @@ def in_flashinfer(flashinfer_needs):
             "PYTHONPATH": path,
             "FLASHINFER_WORKSPACE_BASE": str(home),
             "HOME": str(home),
+            "CUDA_VISIBLE_DEVICES": "",
         }
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300
