@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlab.errors import BadInput
-from kvlab.kernels.checks import INDEX_DTYPES, expect
+from kvlab.kernels.checks import INDEX_DTYPES, described, expect
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,11 @@ class ActiveSlots:
         every = self.slots()
         flat = torch.cat(every) if every else torch.empty(0, dtype=torch.long, device=self.device)
         return torch.unique(flat[(flat >= 0) & (flat < num_slots)])
+
+
+def expect_active(active: ActiveSlots, device: torch.device) -> None:
+    """Raise BadInput unless `active` is one, of tensors on `device`."""
+    if not isinstance(active, ActiveSlots):
+        raise BadInput(f"active: expected ActiveSlots, got {described(active)}")
+    if active.device != device:
+        raise BadInput(f"active: wrong device; expected tensors on {device}, got {described(active.table)}")

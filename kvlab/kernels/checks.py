@@ -1,5 +1,6 @@
 """Arguments of the kernels: one clear error that names the argument and the expected shape."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from kvlab.errors import BadInput
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDE_DTYPES = (torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def described(t: Any) -> str:
@@ -52,6 +54,31 @@ def expect(
         raise wrong(f"wrong device (the other arguments are on {device})")
     if unit_stride and t.numel() > 1 and t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
         raise wrong(f"the last dimension must be contiguous, its stride is {t.stride(-1)}")
+
+
+def number(name: str, value: float) -> float:
+    """`value` as a float. Raises BadInput unless it is a real number that float32 holds.
+
+    A tensor is none: its value would have to be waited for.
+    """
+    if not isinstance(value, Real) or not abs(value) <= _FLOAT32_MAX:
+        told = described(value) if isinstance(value, torch.Tensor) else repr(value)
+        raise BadInput(f"{name}: expected a finite number within float32, got {told}")
+    return float(value)
+
+
+def one_of(name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise BadInput unless `dtype` is one of `dtypes`."""
+    if dtype not in dtypes:
+        raise BadInput(f"{name}: expected {' or '.join(map(str, dtypes))}, got {dtype!r}")
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """A device given as torch takes it. Raises BadInput for what names none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise BadInput(f"device: expected a torch.device or its name, got {device!r}") from None
 
 
 def rows_2d(name: str, rows: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FP8_DTYPES) -> torch.Tensor:

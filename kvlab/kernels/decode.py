@@ -14,8 +14,8 @@ import torch
 
 from kvlab.errors import BadInput
 from kvlab.kernels import mla_launch
-from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
+from kvlab.kernels.active import ActiveSlots, expect_active
+from kvlab.kernels.checks import WIDE_DTYPES, described, expect, number, rows_2d
 from kvlab.kernels.decode_backend import leave_to_triton, picks_cuda, why_not_cuda
 from kvlab.kernels.decode_cut import Tuning, columns_of
 from kvlab.kernels.decode_workspace import workspace_bytes, workspace_for
@@ -35,6 +35,8 @@ __all__ = [
 MAX_HEADS = 128
 MAX_LATENT = 512
 MAX_ROPE = 64
+# A capped logit is computed as cap - 2 cap / (1 + 2^x) in float32, whose rounding grows with the cap.
+LEAST_CAP, MOST_CAP = 1e-6, 1e3
 
 
 def mla_decode(
@@ -64,24 +66,28 @@ def mla_decode(
     kv_lora_rank + qk_rope_head_dim] or [slots, 1, …], float8_e4m3fn or float8_e5m2, the row stride free but
     even. `active` names each request's slots; entries that are negative or past the pool are masked, and
     bytes of rows that no request reads have no effect, NaN included. `q_indptr` int32 [bs + 1] bounds each
-    request's query tokens, its last ones (None: one each); with `causal` they see what came before them.
+    request's query tokens, its last ones (None: one each), from 0, never falling and at most `tokens`; with
+    `causal` they see what came before them.
     A query's values count to 2^-30 of its largest in CUDA, wholly in Triton, which turns to float32 there.
     Logits are `sm_scale * k_scale * q·k`, capped as `logit_cap * tanh(logits / logit_cap)` where logit_cap is
-    positive; values are scaled by k_scale.
+    positive, then 1e-6 to 1,000; values are scaled by k_scale.
 
     Returns `out` [tokens, heads, kv_lora_rank] of Q's dtype, and `lse` float32 [tokens, heads] where `lse` is
     given or `return_lse` asks for it (natural logarithm; base 2, as flashinfer has it, with `lse_base2`),
     else None. A token that sees nothing: out 0, lse -inf. Results are the same bits each time.
 
+    `out` and `lse` may not share memory with the queries, nor their rows with each other.
     `workspace` from `workspace_for` avoids an allocation; calls that run at once on different streams need
     their own. `backend` "triton" or "cuda" insists on one. `keep` gets a CUDA kernel's launch (`Layers`).
     Raises BadInput naming the argument that is wrong.
     """
     pool, q_pe, out, lse = _checked(q_nope, q_pe, rows, active, q_indptr, out, lse, return_lse, workspace)
+    sm_scale, k_scale = number("sm_scale", sm_scale), number("k_scale", k_scale)
+    logit_cap = _checked_cap(logit_cap)
     tokens, heads, _ = q_nope.shape
     if not tokens:
         return out, lse
-    if not active.batch:
+    if not active.batch or not pool.shape[0]:
         return out.zero_(), None if lse is None else lse.fill_(-math.inf)
 
     options = {
@@ -193,10 +199,7 @@ def _checked(
     rope = 0 if q_pe is None else q_pe.shape[2]
     _check_sizes(q_nope, heads, rank, rope)
     expect("rows", pool, f"[slots, {rank + rope}], as wide as q_nope and q_pe", sizes=(None, rank + rope))
-    if not isinstance(active, ActiveSlots):
-        raise BadInput(f"active: expected ActiveSlots, got {type(active).__name__}")
-    if active.device != device:
-        raise BadInput(f"active: wrong device; expected tensors on {device}, got {described(active.table)}")
+    expect_active(active, device)
     if q_indptr is None:
         if tokens != active.batch:
             raise BadInput(f"q_nope: expected one token a request, {active.batch} of them, got {tokens}")
@@ -214,6 +217,7 @@ def _checked(
     else:
         sizes = (tokens, heads, rank)
         expect("out", out, f"{list(sizes)} as q_nope", dtypes=(q_nope.dtype,), device=device, sizes=sizes)
+        _check_apart(out, q_nope)
     if lse is None and return_lse:
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
     elif lse is not None:
@@ -224,7 +228,32 @@ def _checked(
             raise BadInput(f"lse: expected a contiguous [{tokens}, {heads}], got strides {lse.stride()}")
     if workspace is not None:
         expect("workspace", workspace, "[bytes]", dims=1, dtypes=(torch.uint8,), device=device)
+        if workspace.data_ptr() % 16:
+            raise BadInput(
+                "workspace: expected one that starts at a multiple of 16 bytes, "
+                f"got {workspace.data_ptr() % 16} past one"
+            )
     return pool, q_pe, out, lse
+
+
+def _check_apart(out: torch.Tensor, q_nope: torch.Tensor) -> None:
+    """Programs write rows of `out` while others still read queries: neither may lie on another."""
+    if out.numel() and out.data_ptr() == q_nope.data_ptr():
+        raise BadInput("out: expected memory of its own, got that of q_nope")
+    tokens, heads, rank = out.shape
+    (inner, inner_stride), (outer, outer_stride) = sorted(
+        ((heads, out.stride(1)), (tokens, out.stride(0))), key=lambda d: d[1]
+    )
+    row = rank + (inner - 1) * inner_stride
+    if (inner > 1 and inner_stride < rank) or (outer > 1 and outer_stride < row):
+        raise BadInput(f"out: rows overlap in memory, its strides are {out.stride()}; expected rows apart")
+
+
+def _checked_cap(logit_cap: float) -> float:
+    found = number("logit_cap", logit_cap)
+    if found > 0 and not LEAST_CAP <= found <= MOST_CAP:
+        raise BadInput(f"logit_cap: expected 0 (none), or {LEAST_CAP:g} to {MOST_CAP:,.0f}, got {logit_cap}")
+    return found
 
 
 def _check_sizes(q_nope: torch.Tensor, heads: int, rank: int, rope: int) -> None:

@@ -2,6 +2,8 @@
 
 import torch
 
+from kvlab.errors import BadInput
+from kvlab.kernels.checks import device_of
 from kvlab.kernels.chip import chip
 from kvlab.kernels.decode_cut import Tuning, columns_of, pairs_held, tuning
 from kvlab.kernels.mla_record import RECORD
@@ -13,7 +15,7 @@ _HEADER_BYTES = 8192
 def workspace_for(
     tokens: int,
     heads: int,
-    device: torch.device,
+    device: torch.device | str,
     *,
     batch: int | None = None,
     kv_lora_rank: int = 512,
@@ -27,13 +29,17 @@ def workspace_for(
 def workspace_bytes(
     tokens: int,
     heads: int,
-    device: torch.device,
+    device: torch.device | str,
     *,
     batch: int | None = None,
     kv_lora_rank: int = 512,
     tune: Tuning | None = None,
 ) -> int:
     """Bytes of scratch for `tokens` query tokens of `batch` requests (None: one each) on `device`."""
+    for name, n in (("tokens", tokens), ("heads", heads)):
+        if n < 0:
+            raise BadInput(f"{name}: expected 0 or more, got {n}")
+    device = device_of(device)
     capability, sms = chip(device)
     columns = columns_of(tokens, heads, batch or tokens)
     tune = tune or tuning(capability, columns, batch or tokens)

@@ -12,15 +12,18 @@ import math
 import torch
 
 from kvlab.errors import BadInput
-from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES, described, expect, rows_2d
+from kvlab.kernels.active import ActiveSlots, expect_active
+from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES, described, expect, number, one_of, rows_2d
 
 _ROWS = (*FP8_DTYPES, *WIDE_DTYPES)
+_COMPUTED_IN = (torch.float32, torch.float64)
+_CAST_TO = (*WIDE_DTYPES, *_COMPUTED_IN)
 
 
 def full_cast(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Stock's cast: every slot of the pool, used or not. [slots, …] FP8 -> [slots, …] `dtype`."""
     rows_2d("rows", rows, _ROWS)
+    one_of("dtype", dtype, _CAST_TO)
     return rows.to(dtype)
 
 
@@ -32,6 +35,7 @@ def shadow_cast(rows: torch.Tensor, shadow: torch.Tensor, active: ActiveSlots) -
     source = rows_2d("rows", rows)
     target = rows_2d("shadow", shadow, WIDE_DTYPES)
     expect("shadow", target, f"{list(source.shape)} as rows", sizes=tuple(source.shape), device=source.device)
+    expect_active(active, source.device)
     slots = active.distinct(source.shape[0])
     target[slots] = _take(source, slots).to(target.dtype)
     return shadow
@@ -47,6 +51,8 @@ def gather_cast(
     of page_size, and positions that no request reads are zero.
     """
     source = rows_2d("rows", rows)
+    expect_active(active, source.device)
+    one_of("dtype", dtype, _CAST_TO)
     size = active.page_size
     per_request = active.entries()
     entries = torch.cat([*per_request, active.table.new_empty(0, dtype=torch.long)])
@@ -96,13 +102,18 @@ def mla_attention(
     """Absorbed MLA attention over paged rows, computed in `dtype` (float32 or float64) throughout.
 
     q_nope [tokens, heads, kv_lora_rank]; q_pe [tokens, heads, qk_rope_head_dim] or None; rows [slots, the sum
-    of both] FP8, BF16 or FP16. `q_indptr` int32 [bs + 1] bounds each request's query tokens; None: one each.
-    Query tokens are the request's last: with `causal`, token j of n sees all but its n - 1 - j successors.
+    of both] FP8, BF16 or FP16. `q_indptr` int32 [bs + 1], from 0, never falling and at most `tokens`, bounds
+    each request's query tokens (None: one each). They are its last: with `causal`, token j of n sees all but
+    its n - 1 - j successors.
     Logits are `sm_scale * k_scale * q·k`, and `logit_cap * tanh(logits / logit_cap)` where logit_cap > 0.
     Values are the first kv_lora_rank of each row times k_scale. Returns `out` [tokens, heads, kv_lora_rank]
     and `lse` [tokens, heads], natural logarithm, both of `dtype`. A token that sees nothing: out 0, lse -inf.
     """
     source = rows_2d("rows", rows, _ROWS)
+    expect_active(active, source.device)
+    one_of("dtype", dtype, _COMPUTED_IN)
+    sm_scale, k_scale = number("sm_scale", sm_scale), number("k_scale", k_scale)
+    logit_cap = number("logit_cap", logit_cap)
     expect("q_nope", q_nope, "[tokens, heads, kv_lora_rank]", dims=3, device=source.device)
     tokens, heads, rank = q_nope.shape
     if q_pe is not None:
@@ -125,6 +136,8 @@ def mla_attention(
             "q_indptr", q_indptr, f"[{active.batch + 1}]", dtypes=(torch.int32,), sizes=(active.batch + 1,)
         )
         q_bounds = q_indptr.tolist()
+        if q_bounds[0] or q_bounds != sorted(q_bounds) or q_bounds[-1] > tokens:
+            raise BadInput(f"q_indptr: expected it to grow from 0 to {tokens} at most, got {q_bounds}")
 
     q = q_nope if q_pe is None else torch.cat([q_nope, q_pe], dim=-1)
     out = torch.zeros(tokens, heads, rank, dtype=dtype, device=source.device)
@@ -132,7 +145,7 @@ def mla_attention(
     for b, slots in enumerate(active.slots()):
         first, last = q_bounds[b], q_bounds[b + 1]
         n, length = last - first, slots.numel()
-        if n <= 0 or not length:
+        if not n or not length or not source.shape[0]:
             continue
         is_slot = (slots >= 0) & (slots < source.shape[0])
         k = _take(source, torch.where(is_slot, slots, 0)).to(dtype) * k_scale

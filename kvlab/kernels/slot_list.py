@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.checks import expect
+from kvlab.kernels.checks import described, device_of, expect
 from kvlab.kernels.chip import chip, early_launch, starts_early
 from kvlab.kernels.slot_map import check_table
 
@@ -130,10 +130,11 @@ def _cut(device: torch.device, num_slots: int) -> tuple[int, int, int]:
     return programs, -(-max(num_slots, 1) // (programs * lanes)) * lanes, lanes
 
 
-def list_for(num_slots: int, device: torch.device) -> SlotList:
+def list_for(num_slots: int, device: torch.device | str) -> SlotList:
     """Memory for the lists of a pool of `num_slots`, about 5 bytes a slot; tables of any shape share it."""
     if not isinstance(num_slots, int) or isinstance(num_slots, bool) or not 0 <= num_slots < 2**31:
         raise BadInput(f"num_slots: expected the pool's slots, 0 to 2^31 - 1, got {num_slots!r}")
+    device = device_of(device)
     programs, stretch, _ = _cut(device, num_slots)
     return SlotList(
         slots=torch.zeros(max(num_slots, 1), dtype=torch.int32, device=device),
@@ -151,6 +152,8 @@ def slot_list(active: ActiveSlots, found: SlotList, *more: ActiveSlots) -> SlotL
     by a byte with each slot of the pool. Entries that are negative or past the pool are left out. Returns
     `found`.
     """
+    if not isinstance(found, SlotList):
+        raise BadInput(f"found: expected what list_for() returns, got {described(found)}")
     device = found.seen.device
     programs, stretch, lanes = _cut(device, found.num_slots)
     pdl = starts_early(device)

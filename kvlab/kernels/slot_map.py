@@ -251,6 +251,7 @@ def map_workspace(active: ActiveSlots, num_slots: int, rows: int | None = None) 
     12 bytes a slot or page of the pool, and the map itself. `rows`: what the compact buffer holds, where the
     caller knows a bound on the distinct slots; by default what always suffices (`compact_rows`).
     """
+    check_table(active)
     if not isinstance(num_slots, int) or num_slots < 0:
         raise BadInput(f"num_slots: expected the pool's slots, a whole number, got {num_slots!r}")
     most = compact_rows(active, num_slots)
@@ -300,6 +301,8 @@ def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None
     """
     check_table(active)
     ws = map_workspace(active, num_slots) if workspace is None else workspace
+    if not isinstance(ws, MapWorkspace):
+        raise BadInput(f"workspace: expected what map_workspace() returns, got {described(ws)}")
     if (ws.num_slots, ws.page_size, ws.is_paged) != (num_slots, active.page_size, active.is_paged):
         kind = "paged" if active.is_paged else "ragged"
         raise BadInput(
@@ -373,7 +376,8 @@ def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None
 
 def check_table(active: ActiveSlots, rows: torch.Tensor | None = None) -> None:
     if not isinstance(active, ActiveSlots):
-        raise BadInput(f"active: expected ActiveSlots or a SlotList, got {described(active)}")
+        others = "" if rows is None else " or a SlotList"
+        raise BadInput(f"active: expected ActiveSlots{others}, got {described(active)}")
     if rows is not None and active.device != rows.device:
         raise BadInput(f"active: expected tensors on {rows.device} as rows, got {active.device}")
     if active.table.numel() >= 2**30:

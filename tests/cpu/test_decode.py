@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from kvlab.errors import BadInput
 from kvlab.kernels import decode, decode_backend
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.decode import Tuning, mla_decode, workspace_bytes, workspace_for
+from kvlab.kernels.decode import (
+    LEAST_CAP,
+    MOST_CAP,
+    Tuning,
+    mla_decode,
+    workspace_bytes,
+    workspace_for,
+)
 from kvlab.kernels.decode_cut import tuning
 from kvlab.kernels.reference import mla_attention
 
@@ -184,6 +191,16 @@ def test_logit_cap_and_k_scale(device, logit_cap, k_scale):
     check(*make_problem(device, [40, 3], heads=2), logit_cap=logit_cap, k_scale=k_scale)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+@pytest.mark.parametrize("logit_cap", [-1.0, LEAST_CAP, MOST_CAP])
+def test_a_cap_at_either_end_of_its_range(device, logit_cap):
+    """Past it float32 would lose the logits without a word; one that is negative is none."""
+    problem = make_problem(device, [40], heads=2)[:4]
+    out, _ = mla_decode(*problem, sm_scale=0.3, logit_cap=logit_cap, backend="triton", tune=cut())
+    want, _ = mla_attention(*problem, sm_scale=0.3, logit_cap=logit_cap, dtype=torch.float64)
+    assert (out.double() - want).norm() / want.norm() < BOUND[torch.float16]
+
+
 def test_full_width_in_bf16(device):
     problem = make_problem(device, [37, 80], heads=8, rank=512, rope=64, q_dtype=torch.bfloat16)
     check(*problem, sm_scale=576**-0.5)
@@ -317,6 +334,37 @@ def test_no_requests_or_no_tokens(device):
     assert lse.isneginf().all()
 
 
+def test_a_pool_of_no_slots_and_tables_of_no_entries(device):
+    """All that a table can name is past the pool, or there is nothing to name: zeros, LSE -inf."""
+    q, pe = torch.ones(2, 2, 32).half().to(device), torch.ones(2, 2, 16).half().to(device)
+    rows = torch.full((4, 48), 0x7F, dtype=torch.uint8, device=device).view(E4M3)
+    i32 = {"dtype": torch.int32, "device": device}
+    some = torch.tensor([0, 2, 4], **i32)
+    for pool, active in (
+        (rows[:0], ActiveSlots.ragged(torch.zeros(4, **i32), some)),
+        (rows[:0], ActiveSlots.paged(torch.zeros(2, 1, **i32), some[1:], 4)),
+        (rows, ActiveSlots.ragged(torch.zeros(0, **i32), some)),
+        (rows, ActiveSlots.paged(torch.zeros(2, 0, **i32), some[1:], 4)),
+        (rows, ActiveSlots.ragged(torch.zeros(4, **i32), torch.zeros(3, **i32))),
+    ):
+        for attend in (mla_decode, mla_attention):
+            asked = {"return_lse": True, "backend": "triton"} if attend is mla_decode else {}
+            out, lse = attend(q, pe, pool, active, sm_scale=1.0, **asked)
+            assert not out.any()
+            assert lse.isneginf().all()
+
+
+def test_scratch_is_asked_for_by_a_device_or_its_name(device):
+    assert workspace_for(4, 8, device).numel() == workspace_bytes(4, 8, torch.device(device))
+    for arguments, named in (
+        ((4, 8, "abacus"), "device"),
+        ((-1, 8, device), "tokens"),
+        ((4, -8, device), "heads"),
+    ):
+        with pytest.raises(BadInput, match=f"^{named}: expected"):
+            workspace_for(*arguments)
+
+
 def bad(**changes):
     def apply(arguments):
         return arguments | {k: f(arguments[k]) for k, f in changes.items()}
@@ -342,25 +390,38 @@ def bad(**changes):
         (bad(active=lambda a: a.table), ["active", "ActiveSlots"]),
         (bad(workspace=lambda _: torch.zeros(8, dtype=torch.uint8)), ["workspace", "at least"]),
         (bad(backend=lambda _: "cutlass"), ["backend", "auto, triton, cuda"]),
+        (bad(workspace=lambda _: torch.zeros(2**20, dtype=torch.uint8)[4:]), ["workspace", "16 bytes"]),
+        (bad(out=lambda _: torch.zeros(1, 3, 32).half().expand(2, 3, 32)), ["out", "overlap", "(0, 32, 1)"]),
+        (bad(out=lambda _: torch.zeros(200).half().as_strided((2, 3, 32), (40, 20, 1))), ["out", "overlap"]),
+        (lambda given: given | {"out": given["q_nope"]}, ["out", "memory of its own"]),
+        (
+            bad(q_nope=lambda q: q.repeat(1, 43, 1), q_pe=lambda q: q.repeat(1, 43, 1)),
+            ["q_nope", "1 to 128 heads"],
+        ),
+        (bad(q_nope=lambda q: q[..., :16]), ["q_nope", "even kv_lora_rank of 32 to 512"]),
+        (bad(q_pe=lambda q: q.repeat(1, 1, 5)), ["q_pe", "at most 64"]),
+        *(
+            ({argument: value}, [argument, "finite number"])
+            for argument in ("sm_scale", "k_scale", "logit_cap")
+            for value in (None, "1", torch.tensor(0.5), math.nan, math.inf, 1e300)
+        ),
+        ({"logit_cap": 1e4}, ["logit_cap", "1e-06 to 1,000"]),
+        ({"logit_cap": 1e-9}, ["logit_cap", "1e-06 to 1,000"]),
     ],
 )
-def test_wrong_arguments_are_named_with_what_would_be_right(device, change, names):
-    if device != "cpu":
-        pytest.skip("the tensors of these cases are on the CPU")
-    q_nope, q_pe, rows, active, _ = make_problem(device, [4, 9])
+def test_wrong_arguments_are_named_with_what_would_be_right(change, names):
+    q_nope, q_pe, rows, active, _ = make_problem("cpu", [4, 9])
     arguments = {"q_nope": q_nope, "q_pe": q_pe, "rows": rows, "active": active, "q_indptr": None}
-    arguments |= {"out": None, "lse": None, "workspace": None, "backend": "triton"}
+    arguments |= {"out": None, "lse": None, "workspace": None, "backend": "triton", "sm_scale": 1.0}
     with pytest.raises(BadInput) as e:
-        mla_decode(**change(arguments), sm_scale=1.0)
+        mla_decode(**(arguments | change if isinstance(change, dict) else change(arguments)))
     message = str(e.value)
     assert "\n" not in message
     assert all(n in message for n in names), message
 
 
-def test_cuda_backend_says_why_it_cannot(device):
-    if device != "cpu":
-        pytest.skip("there is a GPU")
-    q_nope, q_pe, rows, active, _ = make_problem(device, [4])
+def test_cuda_backend_says_why_it_cannot():
+    q_nope, q_pe, rows, active, _ = make_problem("cpu", [4])
     with pytest.raises(BadInput, match="rows are on cpu"):
         mla_decode(q_nope, q_pe, rows, active, sm_scale=1.0, backend="cuda")
 

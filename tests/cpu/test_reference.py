@@ -162,11 +162,37 @@ def test_the_casts_agree_where_they_overlap():
         ({"q_pe": torch.zeros(1, HEADS + 1, ROPE)}, r"q_pe: wrong shape; .*\[1, 3, qk_rope_head_dim\]"),
         ({"q_nope": torch.zeros(1, RANK)}, r"q_nope: wrong number of dimensions"),
         ({"q_indptr": torch.zeros(3, dtype=torch.int32)}, r"q_indptr: wrong shape; .*\[2\]"),
+        (
+            {"q_indptr": torch.tensor([1, 1], dtype=torch.int32)},
+            r"q_indptr: .* from 0 to 1 at most, .*\[1, 1\]",
+        ),
+        (
+            {"q_indptr": torch.tensor([0, 2], dtype=torch.int32)},
+            r"q_indptr: .* from 0 to 1 at most, .*\[0, 2\]",
+        ),
+        ({"active": None}, r"active: expected ActiveSlots, got NoneType"),
+        ({"dtype": torch.bfloat16}, r"dtype: expected torch.float32 or torch.float64, got torch.bfloat16"),
+        ({"sm_scale": math.inf}, r"sm_scale: expected a finite number within float32, got inf"),
+        ({"k_scale": torch.ones(1)}, r"k_scale: expected a finite number .* got torch.float32 \[1\]"),
+        ({"logit_cap": None}, r"logit_cap: expected a finite number"),
     ],
 )
 def test_bad_shapes_are_named(change, message):
     q_nope, q_pe = queries(1)
-    good = {"q_nope": q_nope, "q_pe": q_pe, "rows": finite_pool(40, 1)} | change
     active = ragged_case([3], num_slots=40, seed=1).active
+    good = {"q_nope": q_nope, "q_pe": q_pe, "rows": finite_pool(40, 1), "active": active, "sm_scale": 0.1}
     with pytest.raises(BadInput, match=message):
-        mla_attention(active=active, sm_scale=0.1, **good)
+        mla_attention(**good | change)
+
+
+def test_casts_name_what_they_cannot_take():
+    rows, active = finite_pool(8, 1), ragged_case([3], num_slots=8, seed=1).active
+    for cast in (lambda to: full_cast(rows, to), lambda to: gather_cast(rows, active, to)):
+        with pytest.raises(BadInput, match=r"dtype: expected torch.bfloat16 or .*, got torch.int8"):
+            cast(torch.int8)
+    with pytest.raises(BadInput, match=r"active: expected ActiveSlots, got list"):
+        gather_cast(rows, [1], torch.float16)
+    with pytest.raises(BadInput, match=r"active: wrong device; expected tensors on cpu, got .* on meta"):
+        shadow_cast(
+            rows, torch.zeros(8, 1, RANK + ROPE).half(), ActiveSlots(active.table.to("meta"), active.bounds)
+        )

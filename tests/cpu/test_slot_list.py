@@ -86,7 +86,11 @@ def test_what_is_wrong_is_named(device):
     for wrong in (-1, 2.5, True, 2**31):
         with pytest.raises(BadInput, match="num_slots: expected the pool's slots"):
             list_for(wrong, torch.device(device))
-    found = list_for(8, torch.device(device))
+    with pytest.raises(BadInput, match=r"device: expected a torch.device or its name, got 'abacus'"):
+        list_for(8, "abacus")
+    found = list_for(8, device)
+    with pytest.raises(BadInput, match="found: expected what list_for"):
+        slot_list(ragged_case([3], num_slots=8, seed=0, device=device).active, None)
     with pytest.raises(BadInput, match="active: expected ActiveSlots"):
         slot_list(torch.zeros(3), found)
     here = ragged_case([3], num_slots=8, seed=0, device=device).active
