@@ -83,12 +83,20 @@ class Runtime:
             rows = a_layer(pool)
         except (AttributeError, IndexError, TypeError):
             return
+        kinds = server.kinds(backend)
+        # Graphs come later, or never.
+        has_graphs = not getattr(state.server_args, "disable_cuda_graph", False)
+        outside = server.outside(state.server_args, has_graphs)
+        if outside is not None:
+            self.chosen.update({f"{family}.{kind}": Choice("stock", outside) for kind in kinds})
+            self._unserved(family, f"{' and '.join(kinds)} left to stock: {outside}")
+            return
         with self.trust.together(rows.device):
             self._decide_all(family, backend, model_runner, pool, rows)
         if rows.device.type == "cuda":
             # What the checks took is given back: a server's peak is to be stock's at most.
             torch.cuda.empty_cache()
-        self._announce(family, server.kinds(backend), pool, rows)
+        self._announce(family, kinds, pool, rows)
 
     def _decide_all(
         self, family: str, backend: Any, model_runner: Any, pool: Any, rows: torch.Tensor
@@ -242,10 +250,12 @@ class Runtime:
 
     def _left(self, family: str, pool: Any) -> None:
         name = type(pool).__name__
+        if "FP4" in name:
+            # It dequantises itself whole inside get_key_buffer: there is no cast to defer.
+            self._unserved(family, f"{name} left to stock: FP4 rows are dequantised by the pool itself")
+            return
         dtype = str(getattr(pool, "dtype", None)).removeprefix("torch.")
-        # The block-FP4 pool dequantises itself whole inside get_key_buffer: there is no cast to defer.
-        why = "FP4 rows are dequantised by the pool itself" if "FP4" in name else f"{dtype} rows need no cast"
-        self.said.tell(f"{family}: {name} left to stock: {why}")
+        self.said.tell(f"{family}: {name} left to stock: {dtype} rows need no cast")
 
     def _announce(self, family: str, kinds: Sequence[str], pool: Any, rows: torch.Tensor) -> None:
         kinds = [k for k in kinds if f"{family}.{k}" in self.chosen]
@@ -255,16 +265,22 @@ class Runtime:
         for kind in kinds:
             c = self.chosen[f"{family}.{kind}"]
             parts.append(f"{kind} {c.strategy}" + (f" ({c.reason})" if c.reason else ""))
-        layers = getattr(pool, "layer_num", 1)
+        if all(self.chosen[f"{family}.{k}"].strategy == "stock" for k in kinds):
+            self._unserved(family, ", ".join(parts))
+            return
+        layers = len(getattr(pool, "full_kv_pool", pool).kv_buffer)
         saved = 3 * rows.shape[0] * rows.shape[-1] * layers
-        line = (
+        self.said.tell(
             f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; {_STEP[kinds[0]]} no longer "
             f"casts {rows.shape[0]:,} slots x {layers} layers, {saved / 1e9:.1f} GB of traffic"
         )
-        if all(self.chosen[f"{family}.{k}"].strategy == "stock" for k in kinds):
-            line = f"SGLang {self.version}, {family}, {self.asked}: {', '.join(parts)}; nothing is patched"
-            if self.is_strict and self.asked != "stock":
-                raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
+        self.on_change(True)
+
+    def _unserved(self, family: str, why: str) -> None:
+        """Stock has every call of a backend; strict mode does not serve so."""
+        line = f"SGLang {self.version}, {family}, {self.asked}: {why}; nothing is patched"
+        if self.is_strict and self.asked != "stock":
+            raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
         self.said.tell(line)
         self.on_change(True)
 

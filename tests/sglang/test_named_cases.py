@@ -2,6 +2,7 @@
 stock.
 """
 
+import inspect
 import types
 
 import pytest
@@ -140,6 +141,33 @@ def test_decode_context_parallelism_goes_to_stock(family, monkeypatch):
     assert same([want], [got])
     assert counters["fallbacks"] == {"decode context parallelism": 1}
     assert counters["kv_writes"] == {"stock": 1}
+
+
+OUTSIDE = {
+    "decode context parallelism": {"dcp_size": 2},
+    "plans on a stream of their own, graphs off": {"disable_cuda_graph": True},
+}
+
+
+@pytest.mark.parametrize("why", OUTSIDE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_server_that_is_left_to_stock_says_so_at_its_start(family, why, monkeypatch, caplog):
+    """Else its one line would tell of casts that are gone while stock makes all of them."""
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    for name, value in OUTSIDE[why].items():
+        monkeypatch.setattr(world.server_args(), name, value)
+    with patch.applied("exact"), caplog.at_level("INFO", "kvlab.patch"):
+        World(family, slots=8192)
+        chosen = patch.status()["chosen"]
+    said = [r.getMessage() for r in caplog.records if r.name == "kvlab.patch"]
+    assert said == [
+        f"kvlab: SGLang {world.RELEASE}, {family}, exact: decode and extend left to stock: {why}; "
+        "nothing is patched"
+    ]
+    assert chosen == {f"{family}.{k}": {"strategy": "stock", "reason": why} for k in ("decode", "extend")}
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    with patch.applied("exact"), pytest.raises(SystemExit, match=f"KVLAB_PATCH_STRICT.*{why}"):
+        World(family, slots=8192)
 
 
 def test_hybrid_attention_with_different_prefill_and_decode_backends():
@@ -368,6 +396,51 @@ def test_a_bf16_pool_is_left_alone(family):
     assert counters["calls"] == counters["fallbacks"] == counters["kv_writes"] == {}
 
 
+@pytest.mark.parametrize("kind", ["decode", "extend"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linear_attention_beside_mla_keeps_its_rows_in_a_pool_within_a_pool(family, kind, caplog):
+    """Kimi-Linear: some layers have MLA rows, under other numbers than the model's layers."""
+    cls, ids = memory_pool.HybridLinearKVPool, [1, 4]
+    shape = Shape(layers=5)
+    options = {
+        "size": 4095,
+        "dtype": torch.float8_e4m3fn,
+        "page_size": 1,
+        "head_num": 1,
+        "head_dim": shape.width,
+        "full_attention_layer_ids": ids,
+        "enable_kvcache_transpose": False,
+        "device": "cpu",
+        "mamba_pool": types.SimpleNamespace(),
+        "use_mla": True,
+        "kv_lora_rank": shape.rank,
+        "qk_rope_head_dim": shape.rope,
+    }
+    known = inspect.signature(cls.__init__).parameters
+    with environment.OnCPU():
+        pool = cls(**{k: v for k, v in options.items() if k in known})
+    pool.kv_buffer = pool.full_kv_pool.kv_buffer  # the rig's way to the rows; SGLang's pool has no such name
+    with patch.applied("exact"), caplog.at_level("INFO", "kvlab.patch"):
+        its = ready(family, pool=pool, shape=shape)
+        del pool.kv_buffer
+        batch = planned(its, kind)
+        tensors = its.tensors(batch)
+        before = [b.clone() for b in pool.full_kv_pool.kv_buffer]
+        with its.unpatched():
+            want = [its.attend(batch, kind, tensors, n) for n in ids]
+        wrote = [b.clone() for b in pool.full_kv_pool.kv_buffer]
+        for buffer, was in zip(pool.full_kv_pool.kv_buffer, before, strict=True):
+            buffer.copy_(was)
+        got = [its.attend(batch, kind, tensors, n) for n in ids]
+        counters = patch.status()["counters"]
+    assert same(want, got)
+    assert not same(before, wrote)
+    assert same(wrote, pool.full_kv_pool.kv_buffer)
+    assert counters["calls"] == {f"{family}.{kind}": {"shadow": len(ids)}}
+    assert counters["fallbacks"] == {}
+    assert "no longer casts 4,096 slots x 2 layers" in caplog.text
+
+
 def test_a_model_without_mla_is_none_of_ours(caplog, monkeypatch):
     """fa3 serves most other models too, with FP8 keys and values: nothing is cast there, counted or said."""
     its = World("fa3", max_bs=4)
@@ -413,7 +486,8 @@ def test_a_model_without_mla_is_none_of_ours(caplog, monkeypatch):
     assert all(total > 0 for _, total in seen)  # the new rows are there
     assert counters["calls"] == counters["fallbacks"] == counters["kv_writes"] == {}
     assert caplog.text == ""
-    assert told.count(True) <= 1  # on leaving: a file for each layer of each step would take longer than the step
+    # On leaving: a file for each layer of each step would take longer than the step.
+    assert told.count(True) <= 1
 
 
 def test_the_block_fp4_pool_is_left_to_stock_with_a_reason(caplog):
@@ -428,6 +502,9 @@ def test_the_block_fp4_pool_is_left_to_stock_with_a_reason(caplog):
         runtime.built("fa3", World("fa3").backend, types.SimpleNamespace(token_to_kv_pool=pool))
     assert "MLATokenToKVPoolFP4 left to stock: FP4 rows are dequantised by the pool itself" in caplog.text
     assert runtime.chosen == {}
+    strict = Runtime("exact", is_strict=True, version="")
+    with pytest.raises(SystemExit, match=r"KVLAB_PATCH_STRICT.*FP4 rows are dequantised"):
+        strict.built("fa3", World("fa3").backend, types.SimpleNamespace(token_to_kv_pool=pool))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
