@@ -1,7 +1,7 @@
 """How does a server of SGLang come up, as its launcher starts it, and how does it end?"""
 
 import contextlib
-import json
+import http.client
 import os
 import random
 import signal
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,7 +138,8 @@ def _may_come_up(it: Launched, seconds: float) -> bool:
 
 
 def answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health_generate", timeout=30) as a:
+    asked = verify.request(f"{url}/health_generate", None)
+    with contextlib.suppress(OSError, http.client.HTTPException), verify.opened(asked, 30) as a:
         return a.status == 200
     return False
 
@@ -147,11 +147,8 @@ def answers(url: str) -> bool:
 def info_of(url: str, api_key: str | None = None) -> dict[str, Any] | None:
     """The server's description of itself; the endpoint's older name is tried too."""
     for name in ("server_info", "get_server_info"):
-        with (
-            contextlib.suppress(OSError, ValueError),
-            urllib.request.urlopen(verify.request(f"{url}/{name}", api_key), timeout=30) as answer,
-        ):
-            found = json.loads(answer.read())
+        with contextlib.suppress(OSError, ValueError):
+            found = verify.answer_of(verify.request(f"{url}/{name}", api_key), 30)
             if isinstance(found, dict):
                 return found
     return None

@@ -6,6 +6,7 @@ and another batch is another rounding.
 """
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -18,8 +19,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvlab.errors import BadInput
+from kvlab.patch.saying import one_line
 
 _TIMEOUT = 600
+# What a server's answer may hold, and ranks that it may have, before it is none of SGLang's.
+_MOST_BYTES, _MOST_RANKS = 1 << 26, 4096
 # Token ids, not text: no tokenizer decides. Small ids exist in every vocabulary.
 _LENGTHS = (7, 33, 130, 515)
 
@@ -113,9 +117,19 @@ def load(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: {e.strerror or e}; save one with patch verify --url … --save FILE") from None
     except ValueError:
         raise BadInput(f"{path}: not JSON; save one with patch verify --url … --save FILE") from None
-    if not isinstance(found, dict) or not {"tokens", "step_ms", "new_tokens"} <= set(found):
+    if not isinstance(found, dict) or not _is_measured(found):
         raise BadInput(f"{path}: not a measurement of patch verify; save one with --save FILE")
     return found
+
+
+def _is_measured(found: dict[str, Any]) -> bool:
+    tokens = found.get("tokens")
+    return (
+        isinstance(tokens, list)
+        and all(isinstance(t, list) for t in tokens)
+        and all(isinstance(found.get(n), int | float) for n in ("step_ms", "new_tokens"))
+        and isinstance(found.get("patch"), dict | None)
+    )
 
 
 def check_save(path: Path) -> None:
@@ -191,12 +205,11 @@ def _dp_size(base: str, api_key: str | None) -> int:
     """Data-parallel ranks of the server as it says itself; 1 where it does not say."""
     for name in ("server_info", "get_server_info"):
         try:
-            with urllib.request.urlopen(request(f"{base}/{name}", api_key), timeout=30) as answer:
-                found = json.loads(answer.read())
+            found = answer_of(request(f"{base}/{name}", api_key), 30)
         except (OSError, ValueError):
             continue
         size = found.get("dp_size") if isinstance(found, dict) else None
-        return size if isinstance(size, int) and size > 0 else 1
+        return size if type(size) is int and 0 < size <= _MOST_RANKS else 1
     return 1
 
 
@@ -217,15 +230,19 @@ def _generate(base: str, ids: list[int], new_tokens: int, api_key: str | None) -
     }
     answer = _post(f"{base}/generate", asked, api_key)
     found = answer.get("output_ids") if isinstance(answer, dict) else None
-    if not isinstance(found, list) or not all(isinstance(t, int) for t in found):
+    if not isinstance(found, list) or not all(type(t) is int for t in found):
         raise BadInput(f"--url: {base}/generate answered without output_ids; it must be an SGLang server")
+    if len(found) != new_tokens:
+        # A server that gives up on every request would be identical to itself.
+        raise BadInput(
+            f"--url: {base}/generate answered {len(found)} tokens, asked for {new_tokens}; see its log"
+        )
     return found
 
 
 def _post(url: str, body: dict[str, Any], api_key: str | None) -> Any:
     try:
-        with urllib.request.urlopen(request(url, api_key, body), timeout=_TIMEOUT) as answer:
-            return json.loads(answer.read())
+        return answer_of(request(url, api_key, body), _TIMEOUT)
     except urllib.error.HTTPError as e:
         e.close()
         if e.code in (401, 403):
@@ -239,3 +256,30 @@ def _post(url: str, body: dict[str, Any], api_key: str | None) -> Any:
         raise BadInput(
             f"--url: {url} does not answer ({reason}); start the server or correct the address"
         ) from None
+
+
+def opened(asked: urllib.request.Request, seconds: float) -> Any:
+    """The response to a request, open. `seconds`: the longest silence. Raises as urllib's `urlopen`."""
+    # A proxy that the environment names knows nothing of this host's ports.
+    handlers = [urllib.request.ProxyHandler({})] if is_here(asked.full_url) else []
+    return urllib.request.build_opener(*handlers).open(asked, timeout=seconds)
+
+
+def answer_of(asked: urllib.request.Request, seconds: float) -> Any:
+    """The JSON that a server answers. Raises OSError or ValueError where it is none, too long or too late."""
+    end, text = time.monotonic() + seconds, bytearray()
+    try:
+        with opened(asked, seconds) as answer:
+            while part := answer.read1(1 << 16):
+                text += part
+                if len(text) > _MOST_BYTES:
+                    raise ValueError(f"more than {_MOST_BYTES >> 20} MiB of an answer")
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no whole answer in {seconds} s")
+            if answer.length:
+                raise ValueError(f"{answer.length} bytes of the answer are missing")
+        return json.loads(text)
+    except http.client.HTTPException as e:
+        raise ValueError(f"it speaks no HTTP: {one_line(e)}") from None
+    except RecursionError:
+        raise ValueError("its JSON is nested too deep") from None

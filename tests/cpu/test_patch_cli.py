@@ -1,9 +1,12 @@
 """The patch from outside: a made-up SGLang on sys.path, a made-up server on the loopback interface."""
 
+import contextlib
 import gc
 import http.server
 import json
 import os
+import re
+import socketserver
 import subprocess
 import sys
 import textwrap
@@ -385,6 +388,93 @@ def test_verify_lets_every_data_parallel_rank_see_a_prompt_first(server, tmp_pat
     monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
     kind.ranks, kind.seen = 3, [set(), set(), set()]
     assert len(verify.measure(url, 4)["tokens"]) == 4
+
+
+def whole(body):
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+# What answers at a port that is not an SGLang server's, or at that of one that is ill.
+ANSWERS = {
+    "another protocol": (b"SSH-2.0-OpenSSH_9.2\r\n", "does not answer .it speaks no HTTP"),
+    "half an answer": (whole(b'{"output_ids": [1]}')[:-4], "does not answer .4 bytes of the answer"),
+    "an endless header": (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000, "does not answer"),
+    "a status that is none": (b"HTTP/1.1 abc OK\r\n\r\n", "does not answer .it speaks no HTTP"),
+    "chunks that are none": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        "does not answer .it speaks no HTTP",
+    ),
+    "JSON nested deep": (whole(b"[" * 20_000), "does not answer .its JSON is nested too deep"),
+    "too much": (b"HTTP/1.1 200 OK\r\n\r\n" + b"1" * 200_000, "more than 0 MiB of an answer"),
+    "yes and no": (whole(b'{"output_ids": [true, false]}'), "answered without output_ids"),
+    "no tokens": (whole(b'{"output_ids": [], "dp_size": 1000000000}'), "answered 0 tokens, asked for 4"),
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_whatever_answers_there_is_one_line(what, tmp_path, monkeypatch):
+    answer, says = ANSWERS[what]
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            head = b""
+            while b"\r\n\r\n" not in head and (part := self.request.recv(1 << 16)):
+                head += part
+            if (length := re.search(rb"Content-Length: (\d+)", head)) is not None:
+                missing = int(length[1]) - len(head.split(b"\r\n\r\n", 1)[1])
+                while missing > 0 and (part := self.request.recv(1 << 16)):
+                    missing -= len(part)
+            with contextlib.suppress(OSError):
+                self.request.sendall(answer)
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(verify, "_MOST_BYTES", 150_000)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as it:
+        thread = threading.Thread(target=it.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with pytest.raises(BadInput, match=says) as refused:
+                verify.measure(f"http://127.0.0.1:{it.server_address[1]}", 4)
+        finally:
+            it.shutdown()
+            thread.join()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_server_on_this_host_is_not_asked_through_a_proxy(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert len(verify.measure(server[0], 4)["tokens"]) == 4
+
+
+def test_an_answer_that_never_ends_is_given_up(server, tmp_path, monkeypatch):
+    url, kind = server
+
+    def drip(self, found):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(b" ")
+                time.sleep(0.02)
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(verify, "_TIMEOUT", 0.1)
+    kind.answer = drip
+    with pytest.raises(BadInput, match=r"no whole answer in 0\.1 s"):
+        verify._generate(url, [1], 4, None)
+
+
+@pytest.mark.parametrize("change", [{"tokens": 5}, {"tokens": [5]}, {"step_ms": "x"}, {"patch": 1}])
+def test_a_saved_file_of_another_shape_is_refused(change, tmp_path):
+    path = tmp_path / "x.json"
+    good = {"tokens": [[1]], "step_ms": 1.0, "new_tokens": 4, "patch": None}
+    path.write_text(json.dumps(good), encoding="utf-8")
+    assert verify.load(path) == good
+    path.write_text(json.dumps(good | change), encoding="utf-8")
+    with pytest.raises(BadInput, match="not a measurement of patch verify"):
+        verify.load(path)
 
 
 def test_verify_refuses_what_cannot_be_compared(server, tmp_path, monkeypatch):
