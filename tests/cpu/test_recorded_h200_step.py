@@ -11,13 +11,16 @@ from kvlab import data
 from kvlab.bench import step_results
 from kvlab.bench.paired import ratio
 
-FOLDER = data.recorded("h200-step-3")
+FOLDER = data.recorded("h200-step-4")
+CALLS = data.recorded("h200-calls-2")
 # Two machines, whose expert sums torch had tuned apart, and a third that was told which blocks to take.
 MACHINES = data.recorded("h200-step-2")
 UNPATCHED = ("stock", "control_bf16")
 MAIN = {"model": "glm-5", "backend": "flashinfer", "page_size": 1, "cuda_graphs": True}
 # Two parts in a hundred, where the control is the measure.
 NOISE = 1.02
+# Strategies by turns: flashinfer, fa3 with pages of 1 and of 64, and the public report's shape.
+TURNS = ("pairs.json", "fa3-1.json", "fa3-64.json", "public.json")
 POINTS = {(1, 100), (16, 100), (64, 100), (1, 8192), (16, 8192), (1, 65_536)}
 
 
@@ -82,12 +85,13 @@ def test_stock_and_the_control_were_patched_nowhere_and_say_so():
 
 
 def test_each_turn_says_which_patch_it_was_served_with():
-    for file in ("pairs.json", "pools.json", "fa3-1.json", "fa3-64.json"):
+    for file in (*TURNS, "pools.json", "eager.json"):
         for process in run(file).processes:
             assert process.provenance.kvlab_patch == process.patch["strategy"]
             assert (process.patch["strategy"] == "off") == (process.strategy in UNPATCHED)
             if process.strategy not in UNPATCHED:
                 assert process.patch["counters"]["bytes_avoided"] > 0
+                assert process.provenance.commit.startswith("f889dfd")
                 assert process.patch["counters"]["fallbacks"] == {}
     assert run("pairs.json").processes[0].strategy == "control_bf16"
     assert run("pairs.json").processes[0].patch["counters"]["calls"] == {}
@@ -135,31 +139,56 @@ def part(point, name, what, file="pairs.json", base="control_bf16"):
     return ratio(of[name][what], of[base][what]).median
 
 
-@pytest.mark.parametrize("what", ["graph_ms", "replay_ms"])
-def test_exact_s_graph_keeps_to_the_control_s(what):
+@pytest.mark.parametrize("what", ["step_ms", "graph_ms", "replay_ms"])
+@pytest.mark.parametrize("file", TURNS[:3])
+def test_exact_keeps_to_the_control(file, what):
     """One request, by short turns, the patch off and on."""
-    assert part((1, 100), "exact", what) <= NOISE
-    assert part((1, 8192), "exact", what) <= 1.07
-
-
-def test_exact_s_waited_step_misses_the_control_s_by_its_host_s_part():
-    """Missed by some tenths of a per cent, and said so: the graph's part alone would keep to it."""
-    short = rounds("pairs.json")[1, 100]
-    more = {
-        what: statistics.median(
-            a - b for a, b in zip(short["exact"][what], short["control_bf16"][what], strict=True)
-        )
-        for what in ("step_ms", "graph_ms")
-    }
-    assert NOISE < part((1, 100), "exact", "step_ms") < 1.03
-    assert more["step_ms"] - more["graph_ms"] > 0.05
-    assert part((1, 8192), "exact", "step_ms") <= 1.07
+    assert part((1, 100), "exact", what, file) <= NOISE
+    assert part((1, 8192), "exact", what, file) <= 1.07
 
 
 @pytest.mark.parametrize("what", ["step_ms", "graph_ms", "replay_ms"])
-@pytest.mark.parametrize("point", sorted(POINTS))
-def test_fast_is_nowhere_slower_than_the_control(what, point):
-    assert part(point, "fast", what) <= NOISE
+@pytest.mark.parametrize("file", TURNS)
+def test_fast_is_nowhere_slower_than_the_control(file, what):
+    points = rounds(file, cuda_graphs=True)
+    assert len(points) >= 4
+    assert file != "pairs.json" or set(points) == POINTS
+    assert max(part(point, "fast", what, file) for point in points) <= NOISE
+
+
+def test_the_public_report_s_shape_pays_for_its_pool_and_the_patch_takes_that_away():
+    shape = {"model": "deepseek-v3", "layers": 61, "heads": 16, "backend": "fa3", "pool": 131_072}
+    stock, exact, fast, control = (
+        steps(name, **shape)[1, 100].step_ms for name in ("stock", "exact", "fast", "control_bf16")
+    )
+    # 61 casts of 225.8 us were reported.
+    assert (stock - control) / 61 == pytest.approx(0.2258, rel=0.05)
+    assert max(exact, fast) - control < 0.01 * stock
+
+
+def test_graphs_off_every_strategy_was_stepped_by_turns():
+    of = rounds("eager.json", cuda_graphs=False)
+    assert set(of) == {(1, 100), (16, 100)}
+    for point in of.values():
+        assert set(point) == {"stock", "exact", "fast"}
+        assert all(not its["graph_ms"] and its["step_ms"] for its in point.values())
+
+
+@pytest.mark.parametrize("strategy", ["exact", "fast"])
+def test_a_call_costs_the_host_no_more_than_stock_s_in_the_middle(strategy):
+    """Rounds of both runs; a round is the median of four steps."""
+    found = {}
+    for name in ("decode.json", "calls.json"):
+        for point in read(name, CALLS)["points"]:
+            key = (point["kind"], point["batch"], point["context"])
+            for who in (strategy, "stock"):
+                us = point["of"][who]["call_us"]
+                middles = [statistics.median(us[i : i + 4]) for i in range(0, len(us), 4)]
+                found.setdefault(key, {}).setdefault(who, []).extend(middles)
+            assert point["of"][strategy]["patch"]["fallbacks"] == {}
+    assert set(found) == {("decode", 1, 100), ("decode", 64, 100), ("extend", 16, 1024)}
+    for of in found.values():
+        assert ratio(of[strategy], of["stock"]).median < 1
 
 
 @pytest.mark.parametrize("strategy", ["exact", "fast"])
@@ -297,8 +326,12 @@ def test_graphs_off_it_takes_no_more_memory_than_stock():
     runs = read("memory.json")["runs"]
     [stock] = [r for r in runs if case("stock", cuda_graphs=False)(r)]
     [exact] = [r for r in runs if case("exact", cuda_graphs=False)(r)]
-    assert peak(exact) <= peak(stock)
-    assert peak(exact, kind="peak_allocated") - peak(stock, kind="peak_allocated") < 4096
+    assert peak(exact) == peak(stock)
+    assert peak(exact, kind="peak_allocated") == peak(stock, kind="peak_allocated")
+    # The earlier run of stock ended with other batches; until then they are alike to the byte.
+    for stage in ("captured", "decoded", "extended"):
+        for kind in ("reserved", "peak_reserved", "allocated", "peak_allocated"):
+            assert exact["stages"][stage][kind] == stock["stages"][stage][kind]
 
 
 def test_fused_needs_no_wide_layer_until_an_extend_asks_for_one():

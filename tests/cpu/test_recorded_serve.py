@@ -10,6 +10,7 @@ from kvlab import data
 FOLDER = data.recorded() / "h200-serve"
 SECOND = data.recorded() / "h200-serve-2"
 THIRD = data.recorded() / "h200-serve-3"
+FOURTH = data.recorded() / "h200-serve-4"
 
 
 def read(name):
@@ -28,7 +29,7 @@ def identical(found):
 
 @pytest.mark.parametrize(
     "path",
-    sorted([*FOLDER.glob("*.json"), *SECOND.glob("*.json"), *THIRD.glob("*.json")]),
+    sorted(p for folder in (FOLDER, SECOND, THIRD, FOURTH) for p in folder.glob("*.json")),
     ids=lambda p: p.name,
 )
 def test_every_file_says_where_it_ran(path):
@@ -104,7 +105,7 @@ def test_ranks_and_drafts_repeat_stock_too(name, case, against, ranks):
 
 
 def test_verify_and_status_over_http():
-    servers = read("http.json")["servers"]
+    servers = fourth("http.json")["servers"]
     assert servers["off"]["verify"]["rc"] == 0
     for name, strategy in {"installed": "exact", "kvlab_serve": "exact", "uninstalled": None}.items():
         assert servers[name]["verify"]["rc"] == 0
@@ -133,6 +134,10 @@ def test_without_graphs_and_too_small_a_pool():
 
 def third(name):
     return json.loads((THIRD / name).read_text(encoding="utf-8"))
+
+
+def fourth(name):
+    return json.loads((FOURTH / name).read_text(encoding="utf-8"))
 
 
 def second(name):
@@ -181,6 +186,28 @@ def test_all_layers_over_http_under_load():
         assert b.completed == b.requests
         assert b.output_tokens_per_s > 2 * a.output_tokens_per_s
     assert off.loads[0].tpot_ms_median > 6 * exact.loads[0].tpot_ms_median
+
+
+def test_fast_under_load_serves_every_request_and_falls_back_nowhere():
+    import msgspec
+
+    from kvlab.bench.serve_results import ServeRun
+
+    run = msgspec.convert(fourth("serve-fast.json"), ServeRun)
+    before = msgspec.convert(second("serve.json"), ServeRun)
+    assert (run.model, run.server_args) == (before.model, before.server_args)
+    (fast,) = run.servers
+    assert fast.strategy == "fast"
+    assert fast.error is None
+    (line,) = fast.log_lines
+    assert "fast: decode fused, extend shadow; a decode step no longer casts 495,553 slots x 78 layers" in line
+    assert fast.patch["counters"]["fallbacks"] == {}
+    assert set(fast.patch["counters"]["calls"]["flashinfer_mla.decode"]) == {"fused"}
+    assert [load.concurrency for load in fast.loads] == [1, 16, 64]
+    assert all(load.completed == load.requests for load in fast.loads)
+    operator = fourth("operator-fast.json")["servers"]["fast"]
+    assert operator["verify"]["rc"] == operator["status"]["rc"] == 0
+    assert json.loads(operator["status"]["out"])["counters"]["fallbacks"] == {}
 
 
 def test_an_operator_s_commands_at_the_loaded_servers():
