@@ -184,10 +184,12 @@ def _files() -> list[tuple[Path, dict[str, Any]]]:
     """What schedulers have written, live or gone, here or in a container that shares the directory."""
     found = []
     for path in sorted(path for folder in run_dirs() if _is_mine(folder) for path in folder.glob("*.json")):
+        if not path.is_file():
+            continue
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             said["pid"], said["started"], said["server"].get("port")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         found.append((path, said))
     return found
@@ -224,8 +226,10 @@ def _is_of_another_namespace(said: dict[str, Any]) -> bool:
 def _started(pid: int) -> str:
     """The kernel's start time of a process, which a later one of its number has not; "" if gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     # The command's name, in parentheses, may hold spaces.
-    return stat.rpartition(")")[2].split()[19]
+    fields = stat.rpartition(")")[2].split()
+    # One that has ended and that nobody has waited for has a number still, and serves nothing.
+    return "" if fields[0] in ("Z", "X") else fields[19]

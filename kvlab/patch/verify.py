@@ -42,6 +42,7 @@ def measure(url: str, new_tokens: int = 32, api_key: str | None = None) -> dict[
     is their mean, and the prefill, the way there and back are left out. Raises BadInput where answers do not
     agree, where no SGLang server answers, or not to this `api_key`.
     """
+    port_of(url)
     base = url.rstrip("/")
     tokens, steps = [], []
     ranks = _dp_size(base, api_key)

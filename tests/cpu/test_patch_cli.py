@@ -485,8 +485,9 @@ def test_verify_refuses_what_cannot_be_compared(server, tmp_path, monkeypatch):
         verify.measure(url, 4)
     with pytest.raises(BadInput, match="does not answer"):
         verify.measure("http://127.0.0.1:9", 4)
-    with pytest.raises(BadInput, match="no server address"):
-        verify.port_of("nonsense")
+    for url in ("nonsense", "http://127.0.0.1:99999", "http://[::1", "file:///etc/passwd"):
+        with pytest.raises(BadInput, match="no server address"):
+            verify.measure(url)
     (tmp_path / "x.json").write_text("{}", encoding="utf-8")
     with pytest.raises(BadInput, match="not a measurement of patch verify"):
         verify.load(tmp_path / "x.json")
@@ -811,11 +812,32 @@ def wait_until(is_so):
     raise AssertionError("never so")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"pid": 1}', '{"pid": 1, "started": "1", "server": null}'])
+OTHER_TEXTS = ["", "[]", "3", '{"pid": 1}', '{"pid": 1, "started": "1", "server": null}', "[" * 99_999]
+
+
+@pytest.mark.parametrize("text", OTHER_TEXTS, ids=lambda text: text[:9])
 def test_a_file_that_no_scheduler_wrote_is_passed_over(text, tmp_path, monkeypatch):
     monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
     assert runfiles.running() == []
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    assert runfiles.running() == []
+
+
+def test_a_scheduler_that_ended_is_gone_before_its_launcher_has_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as it:
+        (tmp_path / f"{it.pid}.json").write_text(json.dumps(said(it.pid)), encoding="utf-8")
+        assert [s["pid"] for s in runfiles.running(30000)] == [it.pid]
+        it.stdin.close()
+        # Not waited for: its number stays taken.
+        wait_until(lambda: "Z" in Path(f"/proc/{it.pid}/stat").read_text(encoding="utf-8").split())
+        assert runfiles.running(30000) == []
 
 
 def test_the_entry_point_is_the_one_that_sglang_loads():
