@@ -93,7 +93,8 @@ def test_kernel():
     found = h200().kv_cast
     assert "unrolled_elementwise_kernel" in found.kernel
     assert "direct_copy_kernel_cuda" in found.kernel
-    live = pool.profile("stock", slots=2_000, context=20, heads=2, steps=2)
+    # Large enough that a pause of a busy host in another operator does not outweigh the casts.
+    live = pool.profile("stock", slots=20_000, context=20, heads=2, steps=2)
     assert live.operators[0].name == "aten::copy_"
     assert CLAIMS["kernel"].verdict == "confirmed"
 
