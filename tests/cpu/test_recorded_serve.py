@@ -200,7 +200,9 @@ def test_fast_under_load_serves_every_request_and_falls_back_nowhere():
     assert fast.strategy == "fast"
     assert fast.error is None
     (line,) = fast.log_lines
-    assert "fast: decode fused, extend shadow; a decode step no longer casts 495,553 slots x 78 layers" in line
+    assert (
+        "fast: decode fused, extend shadow; a decode step no longer casts 495,553 slots x 78 layers" in line
+    )
     assert fast.patch["counters"]["fallbacks"] == {}
     assert set(fast.patch["counters"]["calls"]["flashinfer_mla.decode"]) == {"fused"}
     assert [load.concurrency for load in fast.loads] == [1, 16, 64]
