@@ -164,7 +164,7 @@ def _plan(found: dict[str, Any]) -> str:
     does = "a server started here stays unpatched"
     if plan["strategy"] != "off":
         does = f"{start[plan['by']]} {plan['strategy']}" if plan["by"] else "no server starts here"
-    lines = [f"{release}: {does}{why}"]
+    lines = [f"{release}: {does}{why}", *(f"  {wrong}" for wrong in plan["misspelt"])]
     for site in found["sites"]:
         left = f" ({site['reason']})" if site["state"] == "left alone" else ""
         lines.append(f"  {site['site']}: {site['state']}{left}")

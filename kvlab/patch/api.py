@@ -44,6 +44,7 @@ _lock = threading.RLock()
 _patch: _Patch | None = None
 # Of strategies that others replaced: graphs captured meanwhile still read and write what these hold.
 _captured: list[Runtime] = []
+_said_misspelt: set[str] = set()
 # What `apply("off")` put in place: spawned schedulers are told.
 _said_off: Replacements | None = None
 
@@ -61,6 +62,10 @@ def apply(strategy: str | None = None) -> dict[str, Any]:
     global _patch, _said_off
     asked = policy.parse(strategy if strategy is not None else os.environ.get("KVLAB_PATCH"))
     is_strict = policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT"))
+    for wrong in policy.misspelt(os.environ):
+        if wrong not in _said_misspelt:
+            _said_misspelt.add(wrong)
+            log.warning("kvlab: %s", wrong)
     if asked == "off":
         with _lock:
             remove()

@@ -11,12 +11,16 @@ _GROUP, _NAME = "sglang.srt.plugins", "kvlab"
 
 
 def planned(installed: Installed) -> dict[str, Any]:
-    """`{strategy, by, reason}`: `by` is "plugin" where SGLang loads the patch by itself, "kvlab serve" where
-    only that launcher brings it in, None where the server stays unpatched (`strategy` "off") or, strict, does
-    not start.
+    """`{strategy, by, reason, misspelt}`: `by` is "plugin" where SGLang loads the patch by itself, "kvlab
+    serve" where only that launcher brings it in, None where the server stays unpatched (`strategy` "off") or,
+    strict, does not start. `misspelt`: variables that are nearly ours, a clause each.
 
     Raises BadInput for variables that no server would be started with.
     """
+    return _planned(installed) | {"misspelt": policy.misspelt(os.environ)}
+
+
+def _planned(installed: Installed) -> dict[str, Any]:
     asked = policy.parse(os.environ.get("KVLAB_PATCH"))
     is_strict = policy.is_set("KVLAB_PATCH_STRICT", os.environ.get("KVLAB_PATCH_STRICT"))
     if asked == "off":

@@ -11,7 +11,7 @@ ones, from recorded runs.
 - a strategy's own name takes it wherever it can, and what `exact` takes elsewhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from kvlab.errors import BadInput
 POLICIES = ("exact", "fast")
 STRATEGIES = ("shadow", "gather", "replan", "fused", "native", "stock")
 CHOICES = (*POLICIES, *STRATEGIES, "off")
+VARIABLES = ("KVLAB_PATCH", "KVLAB_PATCH_STRICT", "KVLAB_RUN_DIR")
+# Of other parts of kvlab.
+_OTHERS = ("KVLAB_API_KEY", "KVLAB_BOOK", "KVLAB_CACHE", "KVLAB_COMMIT", "KVLAB_DATA")
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 # Stock casts 495,552 slots in 827.8 us and one launch of the active-rows cast takes 5.4 us in the decode loop
@@ -74,6 +77,19 @@ def is_set(name: str, value: str | None) -> bool:
     if said not in (*_YES, *_NO):
         raise BadInput(f"{name}: {value!r} is neither yes nor no; use 1 or 0")
     return said in _YES
+
+
+def misspelt(names: Iterable[str]) -> list[str]:
+    """Of environment variables, a clause for each that is nearly one of ours: it says nothing to anybody."""
+    near = [n for n in names if n.upper().startswith("KV") and n not in (*VARIABLES, *_OTHERS)]
+    found = []
+    for name in sorted(near):
+        import difflib
+
+        meant = difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.8)
+        if meant:
+            found.append(f"{name} is no variable of kvlab's; is {meant[0]} meant?")
+    return found
 
 
 def choose(asked: str, facts: Facts, refusal: Callable[[str, Facts], str | None]) -> Choice:

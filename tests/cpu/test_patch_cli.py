@@ -175,6 +175,48 @@ def test_status_refuses_variables_that_no_server_starts_with(wrong, sglang, run,
     assert next(iter(wrong)) in done.stderr
 
 
+def test_a_misspelt_variable_is_told(sglang, run, monkeypatch, caplog):
+    from kvlab.patch import api, policy
+
+    for name in policy.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KVLAB_STRICT", "1")
+    monkeypatch.setenv("KVLAB_CACHE", "x")
+    says = "KVLAB_STRICT is no variable of kvlab's; is KVLAB_PATCH_STRICT meant?"
+    assert run(sglang, "patch", "status").stdout.splitlines()[1] == f"  {says}"
+    assert json.loads(run(sglang, "patch", "status", "--json").stdout)["planned"]["misspelt"] == [says]
+    # And in the log of a server, once a process.
+    monkeypatch.setattr(api, "_said_misspelt", set())
+    for _ in range(2):
+        api.apply("off")
+        api.remove()
+    assert caplog.messages == [f"kvlab: {says}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVLAB_PACTH", "KVLAB_PATCH"),
+        ("kvlab_patch", "KVLAB_PATCH"),
+        ("KVLABPATCH", "KVLAB_PATCH"),
+        ("KVLAB_PATCH_STRCT", "KVLAB_PATCH_STRICT"),
+        ("KVLAB_RUNDIR", "KVLAB_RUN_DIR"),
+        ("KVLAB_DATA", None),
+        ("KVLAB_CACHE", None),
+        ("KVLAB_SITE_NAME", None),
+        ("KV_CACHE_DTYPE", None),
+        ("SGLANG_PATCH", None),
+    ],
+)
+def test_only_what_is_nearly_ours_is_misspelt(name, meant):
+    from kvlab.patch import policy
+
+    assert [line.split("is ")[-1].split()[0] for line in policy.misspelt([name])] == [meant][
+        : meant is not None
+    ]
+    assert policy.misspelt(policy.VARIABLES) == []
+
+
 def test_a_server_started_from_an_sglang_that_is_not_there(tmp_path, run, monkeypatch):
     monkeypatch.delenv("KVLAB_PATCH", raising=False)
     words = run(tmp_path, "patch", "status").stdout
