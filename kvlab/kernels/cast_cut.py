@@ -33,11 +33,16 @@ class Tuning:
 
 @lru_cache
 def tuning(device: torch.device) -> Tuning:
-    """The cut that sweeps on an H200 found best (data/recorded/h200-cast-notes-3); small in the interpreter.
+    """The cut for a device's chip."""
+    return tuning_for(chip(device)[0])
+
+
+def tuning_for(capability: int) -> Tuning:
+    """The cut that sweeps on an H200 found best (data/recorded/h200-cast-notes-3); small in the interpreter,
+    capability 0.
 
     The grid is what fits an SM at once. More programs would slow small steps, which wait for all to start.
     """
-    capability, _ = chip(device)
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
     native = capability >= 89
