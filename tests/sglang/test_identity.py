@@ -1,5 +1,7 @@
 """Bit for bit: every site, both FP8 formats, stock against patched, on the real backends and pools."""
 
+import random
+
 import pytest
 import torch
 from rig.world import ForwardMode, Shape, World
@@ -96,6 +98,24 @@ def test_batches_up_to_64_with_lengths_up_to_4096(family):
     shape = Shape(layers=1, heads=1, rank=16, rope=16)
     world = with_requests(family, torch.float8_e4m3fn, lengths, slots=16384, context=4200, shape=shape)
     assert_same(world, batch_of(world, "decode", lengths), "decode", "exact", served="shadow")
+
+
+@pytest.mark.parametrize(("family", "kind"), SITES)
+def test_drawn_batches_with_drawn_lengths(family, kind):
+    """Up to 64 requests; contexts from 0, where the one row is the new token's, to 4,095."""
+    draw = random.Random(f"{family} {kind}")
+    shape = Shape(layers=1, heads=1, rank=16, rope=16)
+    sizes, formats = draw.sample((64, draw.randint(2, 63)), k=2), draw.sample(FP8, k=2)
+    for size, fp8, strategy in zip(sizes, formats, EXACT, strict=True):
+        contexts = [draw.choice((0, 1, draw.randint(2, 60))) for _ in range(size)]
+        contexts[draw.randrange(size)] = 4095 if size == 64 else 1023
+        lengths = [n + 1 for n in contexts]
+        world = with_requests(family, fp8, lengths, slots=sum(lengths) + 64, context=4200, shape=shape)
+        if kind == "decode":
+            batch = world.batch(ForwardMode.DECODE, lengths)
+        else:
+            batch = world.batch(ForwardMode.EXTEND, lengths, prefix=contexts)
+        assert_same(world, batch, kind, strategy)
 
 
 @pytest.mark.parametrize("strategy", EXACT)
