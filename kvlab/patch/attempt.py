@@ -13,7 +13,7 @@ from kvlab.patch.reads import ADAPTERS, Adapter, Reads, Stock
 from kvlab.patch.saying import one_line
 from kvlab.patch.sites import Site
 from kvlab.patch.standing import Standing, standing
-from kvlab.patch.strategies import Restart, Strategy, TakeOver
+from kvlab.patch.strategies import Restart, Strategy, TakeOver, Unfit
 
 if TYPE_CHECKING:
     from kvlab.patch.policy import Facts
@@ -135,7 +135,10 @@ class Attempt:
             self.settle()
         wide = None
         try:
-            wide = self.strategy.cast(self, rows, dtype)
+            try:
+                wide = self.strategy.cast(self, rows, dtype)
+            except Unfit as e:
+                wide = self._by_another(e, rows, dtype)
         except Exception as e:
             self.settle()
             self._give_up(e)
@@ -153,6 +156,16 @@ class Attempt:
             self._wrote("one launch" if self.is_apart else "with the cast")
         self.served = self.strategy_name
         return wide
+
+    def _by_another(self, unfit: Unfit, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """What every table names, or None: stock's. Other calls stay the strategy's."""
+        self.settle()
+        if self.runtime.trust.refusal("shadow", self.facts) is not None:
+            self.fell_back(str(unfit))
+            self.strategy = None
+            return None
+        self.strategy_name, self.strategy = "shadow", self.runtime.strategies["shadow"]
+        return self.strategy.cast(self, rows, dtype)
 
     def passed_by(self) -> None:
         """The rows become something that no strategy makes: stock's indices with stock's rows."""

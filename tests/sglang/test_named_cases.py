@@ -105,6 +105,36 @@ def test_cascade_reads_a_second_table(monkeypatch):
         assert not same([want], [its.attend(batch, "decode", tensors, save=False)])
 
 
+@pytest.mark.parametrize("strategy", ["gather", "fused"])
+def test_cascade_is_shadow_s_and_takes_nothing_from_a_strategy_that_cannot(strategy, caplog):
+    its, cascaded = cascade()
+    tensors = its.tensors(cascaded, tokens=2 * len(LENGTHS))
+    with its.unpatched():
+        want = its.attend(cascaded, "decode", tensors, save=False)
+    with patch.applied(strategy):
+        assert same([want], [its.attend(cascaded, "decode", tensors, save=False)])
+        its.backend.topk = 0
+        plain = planned(its)
+        its.attend(plain, "decode", its.tensors(plain))
+        counters = patch.status()["counters"]
+    assert counters["calls"] == {"fa3.decode": {"shadow": 1, strategy: 1}}
+    assert counters["fallbacks"] == {}
+    assert caplog.text == ""
+
+
+def test_cascade_is_stock_s_where_shadow_is_not_to_be_had(monkeypatch):
+    its, batch = cascade()
+    tensors = its.tensors(batch, tokens=2 * len(LENGTHS))
+    with its.unpatched():
+        want = its.attend(batch, "decode", tensors, save=False)
+    with patch.applied("gather"):
+        patch.api._patch.runtime.trust.broken["shadow"] = "no memory"
+        assert same([want], [its.attend(batch, "decode", tensors, save=False)])
+        counters = patch.status()["counters"]
+    assert counters["calls"] == {"fa3.decode": {"stock": 1}}
+    assert counters["fallbacks"] == {"cascade attention reads the buffer by a second table": 1}
+
+
 def test_cascade_with_pages_goes_to_stock():
     its, batch = cascade(page_size=16)
     tensors = its.tensors(batch, tokens=2 * len(LENGTHS))

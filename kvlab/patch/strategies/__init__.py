@@ -1,6 +1,6 @@
 """What stands behind the seam, one module a strategy."""
 
-from kvlab.patch.strategies.base import Call, Plain, Restart, Strategy, TakeOver
+from kvlab.patch.strategies.base import Call, Plain, Restart, Strategy, TakeOver, Unfit
 from kvlab.patch.strategies.fused import Fused
 from kvlab.patch.strategies.gather import Gather
 from kvlab.patch.strategies.native import Native
@@ -13,4 +13,4 @@ def all_strategies() -> dict[str, Strategy]:
     return {s.name: s for s in (Shadow(), Gather(), Replan(), Fused(), Native())}
 
 
-__all__ = ["Call", "Plain", "Restart", "Strategy", "TakeOver", "all_strategies"]
+__all__ = ["Call", "Plain", "Restart", "Strategy", "TakeOver", "Unfit", "all_strategies"]

@@ -25,6 +25,10 @@ class Restart(BaseException):
     """Run SGLang's method again, for stock: what it has read by now was swapped. No Exception, as above."""
 
 
+class Unfit(Exception):
+    """This call is none for the strategy, which is as good as before for others. Says why, in a few words."""
+
+
 class Call(Protocol):
     """One call of `forward_decode` or `forward_extend` while it runs, as a strategy sees it.
 

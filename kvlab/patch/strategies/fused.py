@@ -8,7 +8,7 @@ import torch
 from kvlab.kernels.active import ActiveSlots
 from kvlab.patch import casts
 from kvlab.patch.policy import Facts
-from kvlab.patch.strategies.base import Call, Plain, TakeOver
+from kvlab.patch.strategies.base import Call, Plain, TakeOver, Unfit
 
 
 class Fused(Plain):
@@ -31,7 +31,7 @@ class Fused(Plain):
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if call.reads.is_cascade:
-            raise RuntimeError("cascade attention merges two results")
+            raise Unfit("cascade attention merges two results")
         raise TakeOver(lambda: self._attend(call, rows))
 
     def _attend(self, call: Call, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from kvlab.kernels.active import ActiveSlots
 from kvlab.patch import casts
 from kvlab.patch.scratch import clear_unread
-from kvlab.patch.strategies.base import Call, Plain
+from kvlab.patch.strategies.base import Call, Plain, Unfit
 from kvlab.patch.strategies.passes import Passes
 
 
@@ -29,7 +29,7 @@ class Gather(Plain):
 
     def cast(self, call: Call, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if len(call.reads.tables) > 1:
-            raise RuntimeError("a second table reads the same buffer")
+            raise Unfit("cascade attention reads the buffer by a second table")
         found = self._passes.latest(call).found
         page_size = found.active.page_size
         count = max(found.rows, page_size)
