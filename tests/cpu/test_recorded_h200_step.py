@@ -217,6 +217,13 @@ def test_a_gpu_has_two_paces_and_every_graph_shares_them():
     assert {next(iter(of.values())) for c, of in quick.items() if c not in parted} == {False, True}
 
 
+def test_the_turns_that_the_page_compares_were_all_taken_at_the_slow_pace():
+    meters = [
+        ms for pair in read("pairs.json")["pairs"] for its in pair["of"].values() for ms in its["meter_ms"]
+    ]
+    assert min(meters) > 1.55
+
+
 def test_stock_s_step_grows_with_its_pool():
     small, middle, large = (
         next(s for s in run("pools.json").runs if (s.strategy, s.pool, s.context) == ("stock", pool, 100))
