@@ -122,7 +122,7 @@ def _patch_module(
         for name, after in _after(runtime, family).items():
             original = vars(cls).get(name)
             if callable(original):
-                mine.set(cls, name, _then(original, after))
+                mine.set(cls, name, _then(runtime, original, after))
         if family == "flashinfer_mla":
             plan_hooks.patch_plans(runtime, module, mine)
     except Exception:
@@ -133,13 +133,17 @@ def _patch_module(
         mark(site)
 
 
-def _then(original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+def _then(runtime: Runtime, original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
     """`original`, and `after` with the same arguments; a constructor's or metadata hook's result is kept."""
 
     @functools.wraps(original)
     def both(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        after(self, *args, **kwargs)
+        try:
+            after(self, *args, **kwargs)
+        except Exception as e:
+            # SGLang's own part is done: neither a server's start nor a step ends because of ours.
+            runtime.gave_up(original.__name__, e)
         return result
 
     return both

@@ -59,6 +59,7 @@ class Runtime:
         self.trust = Trust(self.strategies, self.said.warn)
         self.has_captured = False
         self.is_refreshing = False
+        self.has_given_up = False
         self.server: dict[str, Any] = before.server if before is not None else {}
         self.on_change: Callable[[bool], None] = lambda force: None
         self.states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
@@ -243,6 +244,23 @@ class Runtime:
             raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
         self.unpatched.update({site.name: why for site in sites})
         self.say(line)
+
+    def gave_up(self, hook: str, error: BaseException) -> None:
+        """What we do behind SGLang's method `hook` broke, so nothing that was decided may stand: stock serves
+        from now on. Strict mode does not come up so.
+        """
+        why = f"failed behind {hook}: {one_line(error)}"
+        if self.is_strict and hook in ("__init__", "init_cuda_graph_state"):
+            raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: SGLang {self.version}: the patch {why}")
+        for state in list(self.states.values()):
+            state.generation += 1
+            state.standing.clear()
+        if not self.has_given_up:
+            self.has_given_up = True
+            for strategy in self.strategies:
+                self.trust.broken.setdefault(strategy, why)
+            self.say(f"the patch {why}; stock serves from now on")
+            self.on_change(True)
 
     def say(self, line: str) -> None:
         """One warning, once."""

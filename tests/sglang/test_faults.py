@@ -87,6 +87,46 @@ def test_what_cannot_be_decided_is_stock_s_and_no_strategy_s_fault(its, monkeypa
     ]
 
 
+@pytest.mark.parametrize("hook", ["built", "graphs_ready", "metadata_ready", "replayed"])
+@pytest.mark.parametrize("family", ["flashinfer_mla", "fa3"])
+def test_what_we_do_behind_a_hook_ends_no_server_and_no_step(family, hook, monkeypatch, caplog):
+    with patch.applied("shadow"):
+        monkeypatch.setattr(Runtime, hook, raising(KeyError("no such thing")))
+        world = World(family, max_bs=4).fill()
+        for request, n in enumerate(LENGTHS):
+            world.allot(request, n)
+        world.graphs()
+        capture = world.batch(ForwardMode.DECODE, [1] * len(LENGTHS))
+        world.capture(capture)
+        world.attend(capture, "decode", world.tensors(capture))
+        batch = world.batch(ForwardMode.DECODE, LENGTHS)
+        world.replay(batch)
+        for _ in range(2):
+            world.plan(batch)
+            tensors = world.tensors(batch)
+            got = world.attend(batch, "decode", tensors)
+            with world.unpatched():
+                want = world.attend(batch, "decode", tensors)
+            assert torch.equal(want.view(torch.int16), got.view(torch.int16))
+        counters = patch.status()["counters"]
+    served = counters["calls"][f"{family}.decode"]
+    # What ran before the hook failed was served as it should be.
+    assert served == ({"shadow": 1, "stock": 2} if hook == "replayed" else {"stock": 3})
+    (line,) = lines(caplog)
+    assert line.startswith("kvlab: the patch failed behind ")
+    assert line.endswith("KeyError: 'no such thing'; stock serves from now on")
+
+
+def test_strict_does_not_come_up_where_the_patch_fails_behind_a_constructor(monkeypatch):
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    monkeypatch.setattr(Runtime, "built", raising(KeyError("no such thing")))
+    with (
+        patch.applied("shadow"),
+        pytest.raises(SystemExit, match=r"KVLAB_PATCH_STRICT: .* failed behind __init__: KeyError"),
+    ):
+        World("fa3")
+
+
 def test_an_interrupt_while_slots_are_found_leaves_no_other_pass_s(its, monkeypatch):
     """Neither a failure of ours nor the end of the process, where somebody catches it."""
     batches = [its.batch(ForwardMode.DECODE, [n - less for n in LENGTHS]) for less in (0, 3)]
