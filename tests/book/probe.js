@@ -68,6 +68,26 @@ window.probe = {
     return out;
   },
 
+  // Plain words and figures in tables that are broken over two lines; long names may be.
+  brokenWords() {
+    const out = [];
+    for (const td of document.querySelectorAll(".kv-table td.kv-text")) {
+      if (!td.offsetParent) continue;
+      const walker = document.createTreeWalker(td, NodeFilter.SHOW_TEXT);
+      for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        for (const word of node.data.matchAll(/[^\s\u00a0]+/g)) {
+          if (!/^[(]?[\p{L}\d.×%]{2,9}[),;]?$/u.test(word[0])) continue;
+          const range = document.createRange();
+          range.setStart(node, word.index);
+          range.setEnd(node, word.index + word[0].length);
+          const lines = new Set([...range.getClientRects()].filter((r) => r.width).map((r) => Math.round(r.top)));
+          if (lines.size > 1) out.push(`${word[0]} in ${td.textContent.trim().slice(0, 60)}`);
+        }
+      }
+    }
+    return out;
+  },
+
   // Titles, legends and axes of figures that lie on each other.
   collisions() {
     const out = [];

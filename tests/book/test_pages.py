@@ -84,6 +84,7 @@ def test_page_over_loopback(docname, visit, served):
     page.set_viewport_size({"width": 390, "height": 800})
     assert settled(page, "probe.overflow()") == []
     assert settled(page, "probe.collisions()") == []
+    assert page.evaluate("probe.brokenWords()") == []
 
     page.set_viewport_size({"width": 1200, "height": 900})
     page.wait_for_timeout(600)
