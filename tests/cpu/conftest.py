@@ -12,13 +12,21 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.fixture(autouse=True)
-def _kernels_get_tensors_of_the_device(request, monkeypatch):
+def _refuses(*args, **kwargs):
+    pytest.fail("this test launches a kernel: its tensors belong on the `device` fixture")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
     """What launches a kernel on tensors that a GPU cannot reach fails here too, not on a GPU host alone."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is not None and "device" not in request.fixturenames:
+    with pytest.MonkeyPatch.context() as patch:
+        if interpreter is not None and "device" not in item.fixturenames:
+            patch.setattr(interpreter.GridExecutor, "__call__", _refuses)
+        yield
 
-        def refuses(*args, **kwargs):
-            pytest.fail("this test launches a kernel: its tensors belong on the `device` fixture")
 
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", refuses)
+@pytest.fixture
+def no_sglang(monkeypatch):
+    """As in an environment without SGLang; that of a GPU host has it."""
+    monkeypatch.setitem(sys.modules, "sglang", None)

@@ -412,7 +412,8 @@ def test_matrix_json_can_be_narrowed(capsys):
         (("--matrix", "--sglang", "0.5.9,0.5.99", "--json"), "newer"),
     ],
 )
-def test_unknown_names_are_one_line_and_exit_2(capsys, args, said):
+def test_unknown_names_are_one_line_and_exit_2(capsys, args, said, monkeypatch):
+    monkeypatch.setattr(live, "here", lambda package: None)
     code, out, err = run(capsys, *args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err

@@ -8,9 +8,11 @@ import torch
 from kernel_inputs import FORMATS, paged_case, ragged_case
 
 from kvlab.kernels import cast, clear, write_cast
+from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.aot import CAPABILITIES, REGISTERS_PER_SM, Resources, Spec, report
-from kvlab.kernels.cast import list_for, slot_map
+from kvlab.kernels.cast import list_for, map_workspace
 from kvlab.kernels.cast_cut import tuning_for
+from kvlab.kernels.slot_map import SlotMap
 
 ROW = 576
 TYPES = {
@@ -60,6 +62,13 @@ def aligned(*shape: int, dtype: torch.dtype, stride: int = 0) -> torch.Tensor:
     ).view(dtype)[..., : shape[-1]]
 
 
+def a_map(active: ActiveSlots, slots: int) -> SlotMap:
+    """What `slot_map` would return, without its launches."""
+    its = map_workspace(active, slots)
+    found = its.slots, its.slots_filled, its.count, its.new_indices, its.overflow
+    return SlotMap(*found, slots, active.page_size, active.is_paged, its.rows)
+
+
 def cast_specs(capability: int) -> list[Spec]:
     """What `shadow_cast` and `gather_cast` launch on a chip, as they launch it, rows of every kind."""
     noted, cut = Noted("kvlab.kernels.cast_kernel:kvlab_cast"), tuning_for(capability)
@@ -81,7 +90,7 @@ def cast_specs(capability: int) -> list[Spec]:
             noted.specs[-1] = msgspec.structs.replace(noted.specs[-1], name=name)
         for name, active in (("gather", ragged), ("gather pages", pages)):
             rows, compact = aligned(192, 1, ROW, dtype=e4m3), aligned(192, 1, ROW, dtype=torch.bfloat16)
-            cast.gather_cast(rows, compact, slot_map(active, 192), cut=cut)
+            cast.gather_cast(rows, compact, a_map(active, 192), cut=cut)
             noted.specs[-1] = msgspec.structs.replace(noted.specs[-1], name=name)
     return noted.specs
 

@@ -217,7 +217,7 @@ def test_only_what_is_nearly_ours_is_misspelt(name, meant):
     assert policy.misspelt(policy.VARIABLES) == []
 
 
-def test_a_server_started_from_an_sglang_that_is_not_there(tmp_path, run, monkeypatch):
+def test_a_server_started_from_an_sglang_that_is_not_there(tmp_path, run, no_sglang, monkeypatch):
     monkeypatch.delenv("KVLAB_PATCH", raising=False)
     words = run(tmp_path, "patch", "status").stdout
     assert words == "SGLang: a server started here stays unpatched (no SGLang is installed here)\n"
@@ -288,7 +288,7 @@ def test_the_diff_applies_and_compiles(sglang, run):
     assert "already fixed" in next(s for s in states if s["site"] == "flashinfer_mla.decode")["reason"]
 
 
-def test_without_sglang(tmp_path, run):
+def test_without_sglang(tmp_path, run, no_sglang):
     for args in (("patch", "diff"), ("serve",)):
         done = run(tmp_path, *args)
         assert done.returncode == 2
