@@ -109,6 +109,10 @@ class Attempt:
             self.strategy = strategy
             if its.enters:
                 strategy.enter(self)
+        except Unfit as e:
+            self.leave()
+            self.fell_back(str(e))
+            self.strategy = None
         except Exception as e:
             self._give_up(e)
 

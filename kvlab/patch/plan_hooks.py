@@ -34,7 +34,11 @@ def patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> Non
     begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
     # No policy takes it: only its own name does.
     if callable(begin) and runtime.asked == "native":
-        mine.set(updater, "call_begin_forward", _native_plan(runtime, begin))
+        from kvlab.patch.strategies.native import plan_again
+
+        planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        mine.set(updater, "call_begin_forward", _native_plan(runtime, begin, planned))
+        mine.on_undo(functools.partial(plan_again, planned))
 
 
 def _in_turn(fast_plan: Callable[..., None]) -> Callable[..., None]:
@@ -95,7 +99,9 @@ def _refreshing(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..
     return plan
 
 
-def _native_plan(runtime: Runtime, begin: Callable[..., Any]) -> Callable[..., Any]:
+def _native_plan(
+    runtime: Runtime, begin: Callable[..., Any], planned: weakref.WeakKeyDictionary[Any, Any]
+) -> Callable[..., Any]:
     @functools.wraps(begin)
     def call_begin_forward(self: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         kv_dtype = runtime.native_kv_dtype(getattr(self, "attn_backend", None))
@@ -103,6 +109,6 @@ def _native_plan(runtime: Runtime, begin: Callable[..., Any]) -> Callable[..., A
             return begin(self, wrapper, *args, **kwargs)
         from kvlab.patch.strategies.native import PlanKV
 
-        return begin(self, PlanKV(wrapper, kv_dtype), *args, **kwargs)
+        return begin(self, PlanKV(wrapper, kv_dtype, planned), *args, **kwargs)
 
     return call_begin_forward

@@ -216,6 +216,31 @@ def test_native_replays_through_the_module_that_the_first_plan_compiled(monkeypa
     assert torch.allclose(got.float(), want.float(), atol=0.02)
 
 
+def test_native_comes_and_goes_between_plan_and_run(monkeypatch):
+    """Of the step that is under way nothing is lost: its plan and its rows fit each other."""
+    monkeypatch.setattr("kvlab.patch.strategies.native.flashinfer_refusal", lambda: None)
+    patch.apply("native")
+    its = its_of(shape=Shape(layers=1, heads=2, rank=512, rope=64))
+    batch = its.batch(ForwardMode.DECODE, LENGTHS)
+    its.plan(batch)
+    wrapper, tensors = its.backend.forward_metadata.decode_wrapper, its.tensors(batch)
+    assert wrapper._kv_data_type == torch.float8_e4m3fn
+    patch.remove()
+    want = step(its, batch, tensors)
+    assert wrapper._kv_data_type == torch.bfloat16
+    patch.apply("native")
+    # Planned before: stock's, and native is as good as before for the next step.
+    assert all(map(torch.equal, want, step(its, batch, tensors)))
+    its.plan(batch)
+    step(its, batch, tensors)
+    counters = patch.status()["counters"]
+    assert counters["calls"] == {"flashinfer_mla.decode": {"native": 1, "stock": 1}}
+    assert counters["fallbacks"] == {"planned for wide rows": 1}
+    its.plan(batch)
+    patch.apply("shadow")
+    assert all(map(torch.equal, want, step(its, batch, tensors)))
+
+
 def test_an_error_out_of_native_is_told_as_it_is(monkeypatch):
     """Stock's wide rows would meet a plan for FP8, and another error."""
     monkeypatch.setattr("kvlab.patch.strategies.native.flashinfer_refusal", lambda: None)

@@ -6,14 +6,16 @@ the fast plan of a replay keeps the module that the first plan compiled), and `r
 FP8 needs.
 """
 
+import contextlib
 import inspect
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 
 from kvlab.patch.policy import Facts
 from kvlab.patch.reads import FlashInferMLA
-from kvlab.patch.strategies.base import Call, Plain
+from kvlab.patch.strategies.base import Call, Plain, Unfit
 
 
 class Native(Plain):
@@ -37,7 +39,7 @@ class Native(Plain):
     def enter(self, call: Call) -> None:
         wrapper = FlashInferMLA.wrapper(call.backend, call.kind)
         if getattr(wrapper, "_kv_data_type", None) != call.facts.fp8:
-            raise RuntimeError("the wrapper was planned for wide rows")
+            raise Unfit("planned for wide rows")
         metadata = call.backend.forward_metadata
         metadata.decode_wrapper = _WithScales(wrapper)
 
@@ -64,16 +66,32 @@ class _WithScales:
 
 
 class PlanKV:
-    """A wrapper whose full plan gets `kv_dtype` for its last argument; a fast plan has no use for it."""
+    """A wrapper whose full plan gets `kv_dtype` for its last argument; a fast plan has no use for it.
 
-    def __init__(self, wrapper: Any, kv_dtype: torch.dtype) -> None:
-        self._wrapper, self._kv_dtype = wrapper, kv_dtype
+    `planned`: where an eager plan's own arguments are kept, by wrapper, for `plan_again`.
+    """
+
+    def __init__(
+        self, wrapper: Any, kv_dtype: torch.dtype, planned: MutableMapping[Any, Any] | None = None
+    ) -> None:
+        self._wrapper, self._kv_dtype, self._planned = wrapper, kv_dtype, planned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapper, name)
 
     def plan(self, *args: Any) -> Any:
+        if self._planned is not None and not getattr(self._wrapper, "_use_cuda_graph", False):
+            self._planned[self._wrapper] = args
         return self._wrapper.plan(*args[:-1], self._kv_dtype)
+
+
+def plan_again(planned: MutableMapping[Any, Any]) -> None:
+    """Give the step that was planned for FP8 rows, and not run yet, stock's plan: stock runs it."""
+    while planned:
+        wrapper, args = planned.popitem()
+        # A library that refuses says so again when the step runs; what is being undone goes on.
+        with contextlib.suppress(Exception):
+            wrapper.plan(*args)
 
 
 def flashinfer_refusal() -> str | None:
