@@ -381,6 +381,37 @@ def test_stale_lengths_on_the_long_way_stay_inside_the_table(device):
     check_shadow(rows, Case(active, 400), torch.bfloat16)
 
 
+@pytest.mark.parametrize("page_size", [0, 3, 64])
+def test_slots_where_32_bit_offsets_end(page_size, device):
+    """Of rows of 576 values FP8 bytes end at slot 3,728,270, and so do BF16 values; BF16 bytes at half of it."""
+    slots, width = 3_800_000, 576
+    try:
+        # Memory that is never touched costs nothing.
+        rows = torch.empty(slots, 1, width, dtype=torch.uint8, device=device)
+        shadow = torch.empty(slots, 1, width, dtype=torch.bfloat16, device=device)
+    except RuntimeError:
+        pytest.skip(f"this machine does not promise {slots * width * 3 / 1e9:.1f} GB")
+    far = [1, 1_864_130, 1_864_200, 3_728_190, 3_728_300, slots - 66]
+    if page_size:
+        pages = [s // page_size for s in far]
+        active = ActiveSlots.paged(i32([[p] for p in pages], device), i32([1] * len(far), device), page_size)
+        far = [p * page_size for p in pages]
+    else:
+        active = ActiveSlots.ragged(i32(far, device), i32([0, len(far)], device))
+    at = torch.tensor(far, device=device)
+    drawn = torch.Generator().manual_seed(1)
+    rows[at] = torch.randint(0, 256, (len(far), 1, width), generator=drawn, dtype=torch.uint8).to(device)
+    rows = rows.view(torch.float8_e4m3fn)
+    shadow.view(torch.int16)[at] = UNTOUCHED
+    shadow_cast(rows, shadow, active)
+    want = stock_bits(rows.view(torch.uint8)[at].view(rows.dtype), torch.bfloat16)
+    assert torch.equal(bits(shadow[at]), want)
+    found = slot_map(active, slots)
+    compact = untouched(found.rows, 1, width, dtype=torch.bfloat16, device=device)
+    gather_cast(rows, compact, found)
+    assert torch.equal(bits(compact)[:: active.page_size], want)
+
+
 @pytest.mark.parametrize("width", [1, 20, 65, 72])
 def test_rows_of_any_width(width, device):
     case = ragged_case([30, 9], num_slots=50, seed=5, device=device)

@@ -180,6 +180,11 @@ def cut(*, shares=2, min_tiles=1) -> Tuning | None:
     return Tuning(16, 16, 4, 1, shares, min_tiles, "plain")
 
 
+@pytest.mark.parametrize(("heads", "q_counts"), [(64, None), (128, [2, 0, 1])])
+def test_many_heads(device, heads, q_counts):
+    check(*make_problem(device, [17, 0, 40], heads=heads, q_counts=q_counts), tune=cut())
+
+
 def test_wildly_unequal_lengths(device):
     problem = make_problem(device, [700, 1, 0, 5, 1, 16], heads=8)
     check(*problem)
