@@ -383,7 +383,7 @@ def test_stale_lengths_on_the_long_way_stay_inside_the_table(device):
 
 @pytest.mark.parametrize("page_size", [0, 3, 64])
 def test_slots_where_32_bit_offsets_end(page_size, device):
-    """Of rows of 576 values FP8 bytes end at slot 3,728,270, and so do BF16 values; BF16 bytes at half of it."""
+    """Of rows of 576 values FP8 bytes end at slot 3,728,270, BF16 values too; BF16 bytes at half of it."""
     slots, width = 3_800_000, 576
     try:
         # Memory that is never touched costs nothing.
