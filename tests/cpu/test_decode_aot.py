@@ -5,8 +5,9 @@ import pytest
 from kvlab.kernels.aot import report
 from kvlab.kernels.mla_specs import specs
 
-# Bytes a thread may spill: Triton 3.7 spills a few of the batched cut's on SM90 and SM100, 3.6 none.
-SPILL = 32
+# Bytes a thread may spill: Triton 3.7 spills a few of the batched cut's on SM90 and SM100, 3.6 none. More of
+# them from page tables, which on SM90 the CUDA kernels read.
+SPILL, SPILL_PAGED = 32, 256
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
@@ -14,8 +15,9 @@ def test_fits_the_chip(capability):
     few = specs(capability, 8)
     one = specs(capability, 16, batch=1, e5m2=True)[:1]
     many = specs(capability, 64, page_size=64, ragged_q=True)[:1]
-    found = report([*few, *one, *many], capabilities=(capability,))
-    for r in found:
-        assert max(r.spill_stores, r.spill_loads) <= SPILL, r
+    paged = specs(capability, 8, page_size=64)[:1]
+    found = report([*few, *one, *many, *paged], capabilities=(capability,))
+    for r, most in zip(found, [SPILL] * (len(found) - 1) + [SPILL_PAGED], strict=True):
+        assert max(r.spill_stores, r.spill_loads) <= most, r
         assert [e for e in r.exceeds() if not e.startswith("spills")] == [], r
         assert r.registers > 16, "a kernel that computes nothing"
