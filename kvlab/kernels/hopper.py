@@ -139,8 +139,9 @@ def many_heads(
 ) -> Variant:
     """mla_many_heads.cu: two warpgroups on tiles of 128 tokens, 32 or 64 columns."""
     shared = (RANK + max(ROPES) + 128) * columns * 2  # q, p
-    shared += 4 * 8 * columns + 4 * 4 * columns  # sums, m, scale, sees, top
-    macros = {"REGISTERS": 224, "PRODUCER_REGISTERS": 56, "PRODUCERS": producers}
+    shared += 4 * (8 + 4 + 1 + 2) * columns  # sums; base, scale, factor, shift; m; sees, top
+    shared += 256  # two places of 120 bytes
+    macros = {"REGISTERS": 232, "PRODUCER_REGISTERS": 40, "PRODUCERS": producers}
     return Variant(
         "mla_many_heads.cu",
         "kvlab_mla_many_heads",

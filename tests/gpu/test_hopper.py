@@ -193,6 +193,17 @@ def test_every_kind_of_table(heads):
     check(*queries(4, heads), pool(), ragged(lengths, holes=True))
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_tokens_that_come_late(heads):
+    """A request whose first slots are none: for whole tiles its heads see nothing, then all at once."""
+    nope, pe = queries(2, heads)
+    for gone in (60, 200, 2_999):
+        active = ragged([3_000, 700])
+        active.table[:gone] = -1
+        for steep in (1, 30):
+            check(nope * steep, pe * steep, pool(), active)
+
+
 @pytest.mark.parametrize("heads", [8, 16, 64])
 def test_formats_strides_scales_and_caps(heads):
     active = ragged([700, 65, 0])

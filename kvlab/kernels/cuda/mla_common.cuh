@@ -14,7 +14,8 @@
 // Compile-time: NH columns an item, ROPE rope dims (64 or 0), E5M2 (else e4m3), HALF (FP16 Q and out, else
 // BF16), MULTI (several query tokens or more than NH heads; else an item is a request and a column a head), CAP
 // (a logit cap), PAGED (a page table, else ragged), INDEX64 (table entries), PRODUCERS warps that load (2, 4 or
-// 8), CLUSTER CTAs (1, 2, 4 or 8). NVRTC compiles without any header.
+// 8), CLUSTER CTAs (1, 2, 4 or 8). By the file: MERGE_WARPS that do not load, PLACED (where they stand lies in shared
+// memory), LEAN (few instructions for what is not a product). NVRTC compiles without any header.
 //
 // A step of one short request is over in some thousand cycles, and code that runs once costs about 35 cycles a
 // 128-byte line to fetch: what is not in the loop over chunks is written to be short.
@@ -38,6 +39,9 @@ typedef long long i64;
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_DIMS
+#endif
+#ifndef LEAN
+#define LEAN 0
 #endif
 #define INFINITY_F __int_as_float(0x7f800000)
 // The running maximum of a column that has seen nothing: below all logits, and finite, so that no difference of
@@ -69,6 +73,16 @@ struct Params {
     float v_scale;
 };
 
+// What all lanes of a warp have alike; LEAN kernels show it to the compiler, which then keeps it in the warp's own
+// registers.
+template <class T>
+__device__ __forceinline__ T same(T x) {
+#if LEAN
+    return __shfl_sync(~0u, x, 0);
+#else
+    return x;
+#endif
+}
 __device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
@@ -241,6 +255,19 @@ __device__ __forceinline__ float largest(const uint2 (&x)[5]) {
     float top, unused;
     unpack_q(most, top, unused);
     return top;
+}
+
+// One column of Q, eight bytes a lane: four times 32 lanes' of the latent dims, then 16 lanes' of the rope.
+__device__ __forceinline__ void load_query(const Params& p, int token, int head, uint2 (&x)[5]) {
+    int lane = threadIdx.x & 31;
+    const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = __ldcg(nope + 32 * j);
+#if ROPE
+    x[4] = __ldcg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
+#else
+    x[4] = x[3];
+#endif
 }
 
 // Logit (times log2 e) of a raw dot product.
@@ -477,6 +504,58 @@ __device__ __forceinline__ const u8* row_at(const Params& p, int slot) {
     return p.rows + (u64)(u32)(slot < 0 ? 0 : slot) * p.row_stride;
 }
 
+#if LEAN
+// 16 bytes of a row, AT bytes behind `src` and `dst`; zeros where slot is negative.
+template <int AT>
+__device__ __forceinline__ void copy_piece(u32 dst, u64 src, int slot) {
+    asm volatile(
+        "{.reg .pred p; setp.lt.s32 p, %2, 0; cp.async.cg.shared.global [%0+%3], [%1+%3], 16, p;}" ::"r"(dst), "l"(src),
+        "r"(slot), "n"(AT)
+        : "memory");
+}
+// Where a row is, from row 0's address; anywhere for a negative slot, which no one reads.
+__device__ __forceinline__ u64 row_from(u64 base, u32 stride, int slot) {
+    u64 at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(slot), "r"(stride), "l"(base));
+    return at;
+}
+#endif
+
+// Eight rows, whose slots lanes `from` to from + 7 hold, to shared memory. Where loads are all there is, a row at a
+// time; a LEAN kernel gives eight lanes a row, so that a lane's addresses are two for all latent dims and one for the
+// rope: what its loads spend on arithmetic is taken from those who multiply.
+__device__ __forceinline__ void copy_rows(const Params& p, u32 into, int slots, int from) {
+    int lane = threadIdx.x & 31;
+#if LEAN
+    u64 latent = (u64)p.rows + (lane & 7) * 16;
+    u32 to = into + (lane >> 3) * ROW_PITCH + (lane & 7) * 16;
+#pragma unroll
+    for (int half = 0; half < 2; half++, to += 4 * ROW_PITCH) {
+        int slot = __shfl_sync(~0u, slots, from + 4 * half + (lane >> 3));
+        u64 row = row_from(latent, p.row_stride, slot);
+        copy_piece<0>(to, row, slot);
+        copy_piece<128>(to, row, slot);
+        copy_piece<256>(to, row, slot);
+        copy_piece<384>(to, row, slot);
+    }
+#if ROPE
+    int slot = __shfl_sync(~0u, slots, from + (lane >> 2));
+    copy_piece<RANK>(into + (lane >> 2) * ROW_PITCH + (lane & 3) * 16,
+                 row_from((u64)p.rows + (lane & 3) * 16, p.row_stride, slot), slot);
+#endif
+#else
+#pragma unroll 4
+    for (int r = 0; r < 8; r++) {
+        int at = __shfl_sync(~0u, slots, from + r);
+        copy16(into + r * ROW_PITCH + lane * 16, row_at(p, at) + lane * 16, at >= 0);
+    }
+#if ROPE
+    int at = __shfl_sync(~0u, slots, from + (lane >> 2));
+    copy16(into + (lane >> 2) * ROW_PITCH + RANK + (lane & 3) * 16, row_at(p, at) + RANK + (lane & 3) * 16, at >= 0);
+#endif
+#endif
+}
+
 // PRODUCERS warps load this CTA's chunks in order, warp w every PRODUCERS-th half, 16 bytes a lane and copy; here
 // those of one item. `done` chunks of this CTA lie before it.
 // (A bulk copy a row costs its one warp some 100 cycles: three times what the memory needs for a row.)
@@ -485,11 +564,11 @@ __device__ __forceinline__ void produce(const Params& p, const Plan& plan, const
     int lane = threadIdx.x & 31;
     i64 start = PAGED ? (i64)it.request * p.table_stride : (i64)__ldcg(p.bounds + it.request);
     // A ring slot always belongs to the same warps: this CTA's chunk n to those of halves 2n and 2n + 1.
-    int half = 2 * it.first + ((w - 2 * done) & (PRODUCERS - 1)), end = 2 * it.last;
+    int half = same(2 * it.first + ((w - 2 * done) & (PRODUCERS - 1))), end = same(2 * it.last);
     // Lane l holds the slot of row l % 8 of this warp's half number l / 8 from here; two loads ahead.
     int token = 8 * (half + PRODUCERS * (lane >> 3)) + (lane & 7);
     Entry next = entry_of(p, it, start, token), later = entry_of(p, it, start, token + 32 * PRODUCERS);
-    int n = done + (half >> 1) - it.first, turn = divide(n, ring.slots), slot = n - turn * ring.slots;
+    int n = done + (half >> 1) - it.first, turn = same(divide(n, ring.slots)), slot = same(n - turn * ring.slots);
     u32 phase = (turn & 1) ^ 1;  // a fresh barrier counts as having completed the phase before
 #pragma unroll 1
     while (half < end) {
@@ -498,23 +577,15 @@ __device__ __forceinline__ void produce(const Params& p, const Plan& plan, const
         token += 32 * PRODUCERS;
         later = entry_of(p, it, start, token + 32 * PRODUCERS);
         u32 valid = __ballot_sync(~0u, now >= 0);
+        constexpr int step = LEAN ? 8 : 1;  // as each was measured: how u counts decides which registers are taken
 #pragma unroll 1
-        for (int u = 0; u < 4 && half < end; u++) {
-            u32 full = ring.full + slot * 8, data = ring.data + slot * SLOT_BYTES + (w & 1) * 8 * ROW_PITCH;
+        for (int u = 0; u < 4 * step && half < end; u += step) {
+            u32 full = ring.full + slot * 8;
             mbar_wait(ring.empty + slot * 8, phase);
-#pragma unroll 4
-            for (int r = 0; r < 8; r++) {
-                int at = __shfl_sync(~0u, now, 8 * u + r);
-                copy16(data + r * ROW_PITCH + lane * 16, row_at(p, at) + lane * 16, at >= 0);
-            }
-#if ROPE
-            int at = __shfl_sync(~0u, now, 8 * u + (lane >> 2));
-            copy16(data + (lane >> 2) * ROW_PITCH + RANK + (lane & 3) * 16, row_at(p, at) + RANK + (lane & 3) * 16,
-                   at >= 0);
-#endif
+            copy_rows(p, ring.data + slot * SLOT_BYTES + (w & 1) * 8 * ROW_PITCH, now, 8 / step * u);
             asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
             if (lane == 0) {
-                ring.mask[2 * slot + (w & 1)] = (u8)(valid >> (8 * u));
+                ring.mask[2 * slot + (w & 1)] = (u8)(valid >> (8 / step * u));
                 mbar_arrive(full);
             }
             half += PRODUCERS;
@@ -592,16 +663,6 @@ __device__ __forceinline__ int part_slot(const Plan& plan, const Item& it, int m
 
 #define SLICE (RANK / 16 / CLUSTER)
 #define MAX_RING 32
-// The small things in shared memory that both kernels have. Their addresses are known when compiling.
-struct Meeting {
-    __align__(16) float2 box[CLUSTER][NH];  // running maxima and sums, by CTA
-    u64 full[MAX_RING], empty[MAX_RING];    // the ring's barriers
-    u64 ready;                              // that a cluster's parts are in memory
-    u8 mask[MAX_RING][2];
-    int scratch[2];
-    int flag;
-};
-
 // Where a CTA's result of an item goes: whole to `out`, to the boxes of its cluster, or to slot `slot`.
 //
 // Boxes are for the last item that a cluster takes: the ring is empty behind it, and has room for each CTA's
@@ -611,6 +672,30 @@ struct Sink {
     int slot, rank;
     u32 data, ml;  // shared addresses
 };
+#if PLACED
+// Where the warps that do not load stand, kept in shared memory: their registers are full, and a stack of all their
+// threads does not fit into L1.
+struct Place {
+    Plan plan;
+    Item it;
+    Sink sink;
+    int pos, done, merges;
+};
+#endif
+
+// The small things in shared memory that both kernels have. Their addresses are known when compiling.
+struct Meeting {
+    __align__(16) float2 box[CLUSTER][NH];  // running maxima and sums, by CTA
+    u64 full[MAX_RING], empty[MAX_RING];    // the ring's barriers
+    u64 ready;                              // that a cluster's parts are in memory
+    u8 mask[MAX_RING][2];
+    int scratch[2];
+    int flag;
+#if PLACED
+    __align__(16) Place places[2];  // by turns
+#endif
+};
+
 __device__ __forceinline__ void put_tile(const Params& p, const Sink& to, const Target& out, int mt, int nt, float4 x,
                                          float s0, float s1) {
     int lane = threadIdx.x & 31, box = (to.rank * SLICE + mt % SLICE) * NT + nt;
@@ -796,8 +881,9 @@ __device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, con
 }
 
 // A CTA's life: `readers` arrivals free a slot of the ring, which starts at `at`; `consume(item, ring, sink, done)`
-// takes an item's chunks, of which `done` lie before it in this CTA, and puts its result into the sink. `serve(known)`
-// may do the whole step in another way; else it may leave the tokens of request number lane in `known`.
+// takes an item's chunks, of which `done` lie before it in this CTA, puts its result into the sink and, where PLACED,
+// says whether nothing is left to be added up. `serve(known)` may do the whole step in another way; else it may leave
+// the tokens of request number lane in `known`.
 template <class Serve, class Consume>
 __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int readers, Serve serve, Consume consume) {
     Ring ring;
@@ -812,7 +898,7 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
     sink.data = ring.data;
     sink.ml = smem_u32(meet.box);
 
-    int warp = threadIdx.x >> 5;
+    int warp = same(threadIdx.x >> 5);
     if ((threadIdx.x & 31) == 0)  // spread over the warps: each takes its time
         for (int i = warp; i < p.num_ring; i += THREADS / 32) {
             mbar_init(ring.full + i * 8, FULL_ARRIVALS);
@@ -833,6 +919,15 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
     auto is_boxed = [&] {
         return CLUSTER > 1 && pos >= plan.hi && !it.is_mine() && p.num_ring * SLOT_BYTES >= TILES * 512;
     };
+#if PLACED
+    auto keep = [&](Place& at) {
+        sink.whole = it.is_mine();
+        sink.boxed = is_boxed();
+        sink.slot = part_slot(plan, it, merges);
+        at = {plan, it, sink, pos, done, merges};
+    };
+    if (threadIdx.x == 0) keep(meet.places[0]);
+#endif
     if (CLUSTER > 1 && more) cluster_wait();  // the others' barriers exist
     if (warp >= MERGE_WARPS) {
 #if REGISTERS
@@ -853,6 +948,28 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
 #if REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
+#if PLACED
+        named_sync(1, MERGE_WARPS * 32);
+        int turn = 0;
+        while (more) {
+            const Place& at = meet.places[turn];
+            bool finished = at.sink.whole;
+            if (at.it.last > at.it.first) finished = consume(at.it, ring, at.sink, at.done);
+            else if (at.sink.boxed) cluster_sync();
+            if (!finished) finish_parts(p, at.plan, at.it, meet, at.sink, at.merges, warp);
+            pos = at.pos;
+            plan = at.plan;
+            if (pos >= plan.hi) break;
+            sink = at.sink;
+            done = at.done + at.it.last - at.it.first;
+            merges = at.merges + !sink.whole;
+            more = next_item(p, plan, pos, it);
+            turn ^= 1;
+            if (more && threadIdx.x == 0) keep(meet.places[turn]);
+            named_sync(1, MERGE_WARPS * 32);
+        }
+        zero_empty(p, meet.places[0].plan, threadIdx.x, MERGE_WARPS * 32);
+#else
         while (more) {
             sink.whole = it.is_mine();
             sink.boxed = is_boxed();
@@ -864,5 +981,6 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
             more = next_item(p, plan, pos, it);
         }
         zero_empty(p, plan, threadIdx.x, MERGE_WARPS * 32);
+#endif
     }
 }

@@ -12,6 +12,8 @@
 #define MERGE_WARPS WARPS
 #define THREADS ((WARPS + PRODUCERS) * 32)
 #define TILE_CHUNKS 8
+#define PLACED 1
+#define LEAN 1
 
 #include "mla_common.cuh"
 
@@ -23,17 +25,19 @@ struct Shared {
     __align__(1024) u8 q[(RANK + ROPE) / 64][SWIZZLED];
     __align__(1024) u8 p[2][SWIZZLED];
     float sums[WARPS][NH];
-    __align__(16) float m[NH];
+    __align__(16) float base[NH];  // what is taken off logits: m, or 0 where nothing was seen
     __align__(16) float scale[NH];
+    __align__(16) float factor[NH], shift[NH];
+    float m[NH];
     int sees[NH], top[NH];
     Meeting meet;
 };
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
 
-__device__ __forceinline__ u64 descriptor(u32 at) {
-    // Rows of 128 bytes, swizzled; groups of 8 rows 1,024 bytes apart.
-    return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (u64)((at & 0x3ffff) >> 4);
-}
+// A wgmma descriptor's lower half; the upper is the same for all. Rows of 128 bytes, swizzled; groups of 8 rows 1,024
+// bytes apart.
+__device__ __forceinline__ u32 descriptor(u32 at) { return same(1u << 16 | (at & 0x3ffff) >> 4); }
+#define DESCRIPTOR_TOP "0x40000040"  // 1 << 62 | 64 << 32
 // Shared memory written by ordinary stores, before wgmma reads it.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -46,20 +50,22 @@ __device__ __forceinline__ void wgmma_wait() {
 #define F8(d, i)                                                                                                 \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
-__device__ __forceinline__ void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 b, int accumulate) {
+__device__ __forceinline__ void wgmma(float (&d)[ACC], const u32 (&a)[4], u32 b, int accumulate) {
 #if NH == 64
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %37, 0; mov.b64 b, {%36, " DESCRIPTOR_TOP "}; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-        "%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+        "%29,%30,%31}, {%32,%33,%34,%35}, b, p, 1, 1, 0;}"
         : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 #else
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+        "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %21, 0; mov.b64 b, {%20, " DESCRIPTOR_TOP "}; "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, b, p, 1, 1, 0;}"
         : F8(d, 0), F8(d, 8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 #endif
 }
 
@@ -88,48 +94,49 @@ __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b
 // for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
 __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
     int lane = threadIdx.x & 31;
-    constexpr int at_once = 4;  // columns, all loaded before the first is looked at
-#pragma unroll 1
-    for (int base = warp; base < NH; base += at_once * WARPS) {
-        uint2 x[at_once][5];
+    constexpr int columns = NH / WARPS, at_once = 4;
+    // A warp's columns are every WARPS-th, so all have one swizzle; a lane's pieces lie two of sh.q apart.
+    u32 at = smem_u32(sh.q[lane >> 4]) + warp * 128 + ((2 * (lane >> 2 & 3) ^ warp) << 4) + 4 * (lane & 3);
+    u32 other = at ^ 16;
+    uint2 x[at_once][5];
+    auto load = [&](uint2 (&x)[at_once][5], int from) {
 #pragma unroll
         for (int i = 0; i < at_once; i++) {
-            Column c = column_of(p, it, base + i * WARPS);
-            int head = c.real ? c.head : 0, token = c.real ? c.token : it.q_start;  // any: no one reads the result
-            const uint2* nope = (const uint2*)(p.q_nope + token * p.qn_token + head * p.qn_head) + lane;
-#pragma unroll
-            for (int j = 0; j < 4; j++) x[i][j] = __ldcg(nope + 32 * j);
-#if ROPE
-            x[i][4] = __ldcg((const uint2*)(p.q_pe + token * p.qp_token + head * p.qp_head) + (lane & 15));
-#else
-            x[i][4] = x[i][3];
-#endif
+            Column c = column_of(p, it, warp + (from + i) * WARPS);
+            load_query(p, c.real ? c.token : it.q_start, c.real ? c.head : 0, x[i]);  // any: no one reads the result
         }
+    };
+    float own = 0.f;  // what lifted the column that this lane speaks for
+#pragma unroll 1
+    for (int from = 0; from < columns; from += at_once) {
+        load(x, from);  // all before the first is looked at
 #pragma unroll
         for (int i = 0; i < at_once; i++) {
-            int col = base + i * WARPS;
             float up = lift(largest(x[i]));
-            if (lane == 0) {
-                sh.scale[col] = p.scale * unlift(up);
-                sh.sees[col] = column_of(p, it, col).sees;
-                sh.m[col] = NOTHING;
-                sh.top[col] = ordered(-INFINITY_F);
-            }
+            if (lane == from + i) own = up;
 #pragma unroll
             for (int j = 0; j < (ROPE ? 5 : 4); j++) {
                 float a, b, d, e;
                 unpack_q(x[i][j].x, a, b);
                 unpack_q(x[i][j].y, d, e);
-                int piece = 8 * j + (lane >> 2);
+                constexpr int row = WARPS * 128;
                 if (j < 4 || lane < 16) {
-                    u32 at = smem_u32(sh.q[piece >> 2]) + col * 128 + 4 * (lane & 3);
-                    u32 first = 2 * (piece & 3) ^ (col & 7), second = first ^ 1;
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + first * 16), "r"(pack_half(a * up, b * up)));
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + second * 16), "r"(pack_half(d * up, e * up))
-                                 : "memory");
+                    u32 first = pack_half(a * up, b * up), second = pack_half(d * up, e * up);
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + i * row + j * 2 * SWIZZLED), "r"(first));
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(other + i * row + j * 2 * SWIZZLED), "r"(second) : "memory");
                 }
             }
         }
+        at += at_once * WARPS * 128;
+        other += at_once * WARPS * 128;
+    }
+    if (lane < columns) {
+        int col = warp + lane * WARPS;
+        sh.scale[col] = p.scale * unlift(own);
+        sh.sees[col] = column_of(p, it, col).sees;
+        sh.m[col] = NOTHING;
+        sh.base[col] = 0.f;
+        sh.top[col] = ordered(-INFINITY_F);
     }
     proxy_fence();
     named_sync(1, WARPS * 32);
@@ -165,8 +172,7 @@ __device__ __forceinline__ int my_column() {  // the first of the two that reduc
 
 // K of this warp's 16 tokens times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1. Rows are read
 // one step ahead of their conversion, so that the tensor cores wait for neither.
-__device__ __forceinline__ void multiply_k(Shared& sh, float (&s)[ACC], u32 rows) {
-    u64 q = descriptor(smem_u32(sh.q[0]));
+__device__ __forceinline__ void multiply_k(float (&s)[ACC], u32 q, u32 rows) {
     u32 a[2][2][4], r[4];
     ldmatrix4(r, rows);
 #pragma unroll
@@ -204,7 +210,7 @@ __device__ __forceinline__ void widen_v(u32 (&a)[4][4], const u32 (&r)[2][4]) {
         }
 }
 
-__device__ __forceinline__ void multiply_v(float (&o)[4][ACC], const u32 (&a)[4][4], u64 weights) {
+__device__ __forceinline__ void multiply_v(float (&o)[4][ACC], const u32 (&a)[4][4], u32 weights) {
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4; j++) wgmma(o[j], a[j], weights, 1);
@@ -212,7 +218,8 @@ __device__ __forceinline__ void multiply_v(float (&o)[4][ACC], const u32 (&a)[4]
 }
 
 // A chunk of the running maximum's columns lags behind: raise it, and bring what was summed up to it.
-__device__ __forceinline__ void raise_maximum(Shared& sh, const float (&s)[ACC], float (&o)[4][ACC], float (&l)[2]) {
+__device__ __forceinline__ void raise_maximum(Shared& sh, float (&s)[ACC], float (&o)[4][ACC], float (&l)[NT][2],
+                                              bool& blank) {
     int lane = threadIdx.x & 31, t = lane & 3;
     float x[NT][2], top[2];
 #pragma unroll
@@ -223,111 +230,119 @@ __device__ __forceinline__ void raise_maximum(Shared& sh, const float (&s)[ACC],
 #pragma unroll
     for (int e = 0; e < 2; e++) atomicMax(&sh.top[my_column() + e], ordered(top[e]));
     named_sync(1, WARPS * 32);
-    auto factor = [&](int col) {
-        float m = sh.m[col], top = unordered(sh.top[col]);
-        return top > m + P_BIAS ? exp2_fast(m - (top - P_BIAS)) : 1.f;
-    };
+    if (threadIdx.x < NH) {
+        float m = sh.m[threadIdx.x], base = sh.base[threadIdx.x], top = unordered(sh.top[threadIdx.x]) + base;
+        float up = top > m + P_BIAS ? top - P_BIAS : m, next = up == NOTHING ? 0.f : up;
+        sh.factor[threadIdx.x] = exp2_fast(m - up);
+        sh.shift[threadIdx.x] = next - base;
+        sh.m[threadIdx.x] = up;
+        sh.base[threadIdx.x] = next;
+        sh.top[threadIdx.x] = ordered(-INFINITY_F);
+    }
+    named_sync(1, WARPS * 32);
+    blank = false;
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            float f = factor(8 * n + 2 * t + e);
+            int col = 8 * n + 2 * t + e;
+            float f = sh.factor[col], d = sh.shift[col];
+            blank |= sh.m[col] == NOTHING;
+            l[n][e] *= f;
+            s[4 * n + e] -= d;
+            s[4 * n + e + 2] -= d;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 o[j][4 * n + e] *= f;
                 o[j][4 * n + e + 2] *= f;
             }
         }
-#pragma unroll
-    for (int e = 0; e < 2; e++) l[e] *= factor(my_column() + e);
-    named_sync(1, WARPS * 32);
-    if (threadIdx.x < NH) {
-        float m = sh.m[threadIdx.x], top = unordered(sh.top[threadIdx.x]);
-        if (top > m + P_BIAS) sh.m[threadIdx.x] = top - P_BIAS;
-        sh.top[threadIdx.x] = ordered(-INFINITY_F);
-    }
-    named_sync(1, WARPS * 32);
 }
 
-// One item's chunks, of which `done` lie before it in this CTA.
-__device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
+// One item's chunks, of which `done` lie before it in this CTA. Returns whether nothing is left to be added up.
+__device__ __forceinline__ bool consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
                                         int done) {
+    int first = it.first, last = it.last;
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    int warp = threadIdx.x >> 5, group = warp >> 2, w = warp & 3;
-    float o[4][ACC], l[2] = {0.f, 0.f};
+    int warp = same(threadIdx.x >> 5), group = warp >> 2, w = warp & 3;
+    float o[4][ACC], l[NT][2];  // l: this lane's part of the sums of columns 8n + 2t + e
+    bool blank = true;          // has any of them seen nothing?
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int i = 0; i < ACC; i++) o[j][i] = 0.f;
+#pragma unroll
+    for (int n = 0; n < NT; n++) l[n][0] = l[n][1] = 0.f;
     stage_q(p, it, sh, warp);
     u32 k_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
     u32 v_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 64 + group * 256 + w * 16;
     // stmatrix: lane i names row i % 8 (a column of the item) of matrix i / 8 (tokens 0-7 and 8-15, twice)
     u32 p_at = smem_u32(sh.p[group]) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                (((2 * w + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
-    u64 weights = descriptor(smem_u32(sh.p[0]));
+    u32 queries = descriptor(smem_u32(sh.q[0])), weights = descriptor(smem_u32(sh.p[0]));
+    int turn = divide(done, ring.slots), slot0 = done - turn * ring.slots;
+    turn = same(turn);
+    slot0 = same(slot0);
 
 #pragma unroll 1
-    for (int c = it.first; c < it.last; c += TILE_CHUNKS) {
-        int chunks = it.last - c < TILE_CHUNKS ? it.last - c : TILE_CHUNKS, mine = 4 * group + w;
-        int n0 = done + c - it.first, turn = divide(n0, ring.slots), slot0 = n0 - turn * ring.slots;
+    for (int c = first; c < last; c += TILE_CHUNKS) {
+        int chunks = last - c < TILE_CHUNKS ? last - c : TILE_CHUNKS, mine = 4 * group + w;
         auto slot_at = [&](int i) { return slot0 + i < ring.slots ? slot0 + i : slot0 + i - ring.slots; };
         auto wait_for = [&](int i) { mbar_wait(ring.full + slot_at(i) * 8, (turn + (slot0 + i >= ring.slots)) & 1); };
         float s[ACC];
         u32 mask = 0;
-        if (4 * group < chunks) {
-            int at = mine < chunks ? mine : chunks - 1;
-            wait_for(at);
-            if (mine < chunks) mask = *(volatile u16*)(ring.mask + 2 * slot_at(at));
-            __syncwarp();
-            multiply_k(sh, s, ring.data + slot_at(at) * SLOT_BYTES + k_at);
-        } else {
-#pragma unroll
-            for (int i = 0; i < ACC; i++) s[i] = 0.f;
-        }
-        bool low = mask >> g & 1, high = mask >> (g + 8) & 1, lags = false;
-        int token = (c + mine) * CHUNK + g;
+        // A warp that has no tokens takes any: they are masked.
+        int at = slot_at(mine < chunks ? mine : chunks - 1);
+        wait_for(mine < chunks ? mine : chunks - 1);
+        if (mine < chunks) mask = *(volatile u16*)(ring.mask + 2 * at);
+        __syncwarp();
+        multiply_k(s, queries, ring.data + at * SLOT_BYTES + k_at);
+        // Logits less the maximum so far, or less nothing.
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             int col = 8 * n + 2 * t;
-            float2 scale = *(const float2*)&sh.scale[col], m = *(const float2*)&sh.m[col];
-            int2 sees = MULTI ? *(const int2*)&sh.sees[col] : make_int2(0x7fffffff, 0x7fffffff);
+            float2 scale = *(const float2*)&sh.scale[col], base = *(const float2*)&sh.base[col];
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float& x = s[4 * n + e];
-                float& y = s[4 * n + e + 2];
-                x = logit2(x, e ? scale.y : scale.x, p.cap_log2);
-                y = logit2(y, e ? scale.y : scale.x, p.cap_log2);
-                x = low && token < (e ? sees.y : sees.x) ? x : -INFINITY_F;
-                y = high && token + 8 < (e ? sees.y : sees.x) ? y : -INFINITY_F;
-                lags |= fmaxf(x, y) > (e ? m.y : m.x) + (P_BIAS + P_LAG);
+            for (int e = 0; e < 4; e++) {
+                float by = e & 1 ? scale.y : scale.x, less = e & 1 ? base.y : base.x;
+                s[4 * n + e] = CAP ? logit2(s[4 * n + e], by, p.cap_log2) - less : fmaf(s[4 * n + e], by, -less);
             }
         }
+        if (mask != 0xffff || (MULTI && p.causal)) {
+            bool low = mask >> g & 1, high = mask >> (g + 8) & 1;
+            int token = (c + mine) * CHUNK + g;
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                int2 sees = MULTI ? *(const int2*)&sh.sees[8 * n + 2 * t] : make_int2(0x7fffffff, 0x7fffffff);
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    if (!low || token >= (e ? sees.y : sees.x)) s[4 * n + e] = -INFINITY_F;
+                    if (!high || token + 8 >= (e ? sees.y : sees.x)) s[4 * n + e + 2] = -INFINITY_F;
+                }
+            }
+        }
+        float some[4], most;
+#pragma unroll
+        for (int i = 0; i < ACC; i++) some[i & 3] = i < 4 ? s[i] : fmaxf(some[i & 3], s[i]);
+        most = fmaxf(fmaxf(some[0], some[1]), fmaxf(some[2], some[3]));
         // Also the point behind which no one reads the last tile's P.
-        if (any_of_all(lags)) raise_maximum(sh, s, o, l);
-        float x[NT][2], sum[2];
+        if (any_of_all(most > P_BIAS + P_LAG || blank)) raise_maximum(sh, s, o, l, blank);
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             u32 packed[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float* v = s + 4 * (n + i);
-                float2 m = *(const float2*)&sh.m[8 * (n + i) + 2 * t];
-                v[0] = exp2_fast(v[0] - m.x);
-                v[1] = exp2_fast(v[1] - m.y);
-                v[2] = exp2_fast(v[2] - m.x);
-                v[3] = exp2_fast(v[3] - m.y);
-                x[n + i][0] = v[0] + v[2];
-                x[n + i][1] = v[1] + v[3];
+#pragma unroll
+                for (int e = 0; e < 4; e++) v[e] = exp2_fast(v[e]);
+                l[n + i][0] += v[0] + v[2];
+                l[n + i][1] += v[1] + v[3];
                 packed[2 * i] = pack_half(v[0], v[1]);
                 packed[2 * i + 1] = pack_half(v[2], v[3]);
             }
             store_matrix_trans(p_at + n * 1024, packed[0], packed[1], packed[2], packed[3]);
         }
         proxy_fence();
-        reduce_columns<false>(x, sum);
-        l[0] += sum[0];
-        l[1] += sum[1];
         named_sync(1, WARPS * 32);
         u32 a[2][4][4], r[2][4];
         load_v(r, ring.data + slot0 * SLOT_BYTES + v_at);
@@ -351,10 +366,17 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
                 wgmma_wait<0>();
             }
         }
+        slot0 += TILE_CHUNKS;
+        if (slot0 >= ring.slots) {
+            slot0 -= ring.slots;
+            turn++;
+        }
     }
+    float total[2];
+    reduce_columns<false>(l, total);
 
     // The item's result goes to `out`, or this CTA's part of it to `partial`.
-    if (NT == 8 || !(lane & 4)) *(float2*)&sh.sums[warp][my_column()] = make_float2(l[0], l[1]);
+    if (NT == 8 || !(lane & 4)) *(float2*)&sh.sums[warp][my_column()] = make_float2(total[0], total[1]);
     named_sync(1, WARPS * 32);
     if (threadIdx.x < NH) {
         float sum = 0.f, m = sh.m[threadIdx.x];
@@ -381,6 +403,47 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
                 store_out(out, 16 * group + 4 * j + w,
                           make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]), inv.x, inv.y);
         }
+#if CLUSTER == 2
+    } else if (to.boxed && it.parts == 1) {
+        // Each warpgroup's dims are one CTA's: it keeps them in registers, and the other sends its own.
+        cluster_sync();  // all rings of the cluster are empty
+        u32 box = ((w * 4 * NT) * 32 + lane) * 16;
+        if (group != to.rank) {
+            u32 there = at_rank(to.data, group) + box;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    store_at(there + (j * NT + n) * 512,
+                             make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]));
+        }
+        cluster_sync();  // all parts are there
+        if (group == to.rank) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                int col = 8 * n + 2 * t;
+                float4 c = load_shared4(to.ml + (to.rank * NH + col) * 8);
+                float4 d = load_shared4(to.ml + ((to.rank ^ 1) * NH + col) * 8);
+                float t0 = fmaxf(c.x, d.x), t1 = fmaxf(c.z, d.z);
+                float f0 = weight_of(c.x, t0), f1 = weight_of(c.z, t1), g0 = weight_of(d.x, t0), g1 = weight_of(d.z, t1);
+                float l0 = f0 * c.y + g0 * d.y, l1 = f1 * c.w + g1 * d.w, i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
+                Target out = target_of(p, it, col);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float4 x = load_shared4(to.data + box + (j * NT + n) * 512);
+                    store_out(out, 16 * group + 4 * j + w,
+                              make_float4(o[j][4 * n] * f0 + x.x * g0, o[j][4 * n + 1] * f1 + x.y * g1,
+                                          o[j][4 * n + 2] * f0 + x.z * g0, o[j][4 * n + 3] * f1 + x.w * g1),
+                              i0, i1);
+                }
+                if (to.rank == 0 && w == 0 && lane < 4) {
+                    store_lse(p, it, col, t0, l0);
+                    store_lse(p, it, col + 1, t1, l1);
+                }
+            }
+        }
+        return true;
+#endif
     } else if (to.boxed) {
         cluster_sync();  // all rings of the cluster are empty
 #pragma unroll
@@ -400,12 +463,16 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
                 at[(4 * j * NT + n) * 32] = make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]);
     }
     named_sync(1, WARPS * 32);
+    return to.whole;
 }
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     kvlab_mla_many_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
-    run(p, sh.meet, dynamic + FIXED_SHARED, WARPS, [](int&) { return false; },
-        [&](const Item& it, const Ring& ring, const Sink& to, int done) { consume(p, it, ring, sh, to, done); });
+    auto serve = [](int&) { return false; };
+    auto use = [&](const Item& it, const Ring& ring, const Sink& to, int done) {
+        return consume(p, it, ring, sh, to, done);
+    };
+    run(p, sh.meet, dynamic + FIXED_SHARED, WARPS, serve, use);
 }
