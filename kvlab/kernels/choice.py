@@ -39,12 +39,15 @@ def prefer(columns: int, batch: int, longest: int) -> str:
 
 
 def from_runs(runs: Sequence[dict[str, Any]], source: str) -> dict[str, Any]:
-    """The table of runs of `kvlab bench attention --only fused_cuda,fused_triton`: warm microseconds."""
-    times = []
+    """The table of runs of `kvlab bench attention --only fused_cuda,fused_triton`: warm microseconds.
+
+    Where two runs have a shape, the later one's times stand.
+    """
+    times = {}
     for s in (s for run in runs for s in run["shapes"]):
         both = [s["results"].get(f"fused_{name}", {}).get("us") for name in NAMES]
         if s.get("lengths") is None and None not in both:
-            times.append([s["heads"], s["batch"], s["context"], *(round(us, 2) for us in both)])
-    known = runs[0]["provenance"]
-    origin = {"recorded": source, "gpu": runs[0]["gpu"], "date": known["date"], "commit": known["commit"]}
-    return {"source": origin, "times": sorted(times)}
+            times[s["heads"], s["batch"], s["context"]] = [round(us, 2) for us in both]
+    known = runs[-1]["provenance"]
+    origin = {"recorded": source, "gpu": runs[-1]["gpu"], "date": known["date"], "commit": known["commit"]}
+    return {"source": origin, "times": [[*shape, *both] for shape, both in sorted(times.items())]}

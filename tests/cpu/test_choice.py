@@ -49,5 +49,8 @@ def test_what_was_not_measured_takes_the_nearest(columns, batch):
 def test_the_packaged_table_is_the_recorded_runs():
     packaged = choice.table()
     folder = data.recorded() / packaged["source"]["recorded"]
-    runs = [json.loads((folder / f).read_text()) for f in ("heads-8-16.json", "heads-64-128.json")]
+    files = ("heads-8-16.json", "heads-64-128.json", "heads-64-128-again.json")
+    runs = [json.loads((folder / f).read_text()) for f in files]
     assert choice.from_runs(runs, folder.name) == packaged
+    shapes = {(s["heads"], s["batch"], s["context"]) for run in runs for s in run["shapes"]}
+    assert len(packaged["times"]) == len(shapes)
