@@ -108,6 +108,20 @@ def test_the_table_names_what_is_absent_and_shows_no_time_for_what_is_wrong(reco
     assert "836.0 (838.0)" in out
 
 
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_what_cannot_be_written_is_said_first_in_a_line(recorded, capsys, tmp_path, option):
+    code, out, err = kvlab(capsys, "bench", "attention", "--recorded", option, str(tmp_path / "no" / "file"))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvlab: {option}: cannot write ")
+    assert err.count("\n") == 1
+
+
+def test_a_folder_is_no_chart_s_place(recorded, capsys, tmp_path):
+    code, out, err = kvlab(capsys, "bench", "attention", "--recorded", "--html", str(tmp_path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "Is a directory" in err
+
+
 def test_the_newest_recorded_run_is_taken(run, recorded, capsys):
     older = msgspec.structs.replace(run.provenance, date="1999-01-01T00:00:00+00:00")
     folder = data.recorded() / "zzz-older"

@@ -7,6 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvlab.bench.attention_results import AttentionRun
+    from kvlab.errors import BadInput
 
 
 def register(bench: typer.Typer) -> None:
@@ -28,6 +29,9 @@ def attention(
     """One layer's decode attention over FP8 rows: kvlab's kernels and every alternative, time and error."""
     import msgspec
 
+    # Before minutes are spent.
+    _check_folder("--out", out)
+    _check_folder("--html", html)
     if recorded:
         from kvlab.bench.attention_results import AttentionRun
         from kvlab.bench.recorded import newest
@@ -38,11 +42,26 @@ def attention(
     if html is not None:
         from kvlab.bench.attention_chart import page
 
-        html.write_text(page(run))
+        text = page(run)
+        try:
+            html.write_text(text, "utf-8")
+        except OSError as e:
+            raise _unwritable("--html", html, e.strerror or str(e)) from None
     if json:
         typer.echo(msgspec.json.encode(run).decode())
     else:
         _show(run)
+
+
+def _check_folder(name: str, path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise _unwritable(name, path, "no such folder")
+
+
+def _unwritable(name: str, path: Path, why: str) -> "BadInput":
+    from kvlab.errors import BadInput
+
+    return BadInput(f"{name}: cannot write {path}: {why}; give a file in a folder that can be written")
 
 
 def _measure(
