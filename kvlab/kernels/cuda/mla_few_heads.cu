@@ -388,22 +388,14 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
     }
     Item it;
     uint2 x[5];
-    auto load_query = [&](int request, int block) {
-        int head = block * NH + warp < p.heads ? block * NH + warp : 0;
-        const uint2* nope = (const uint2*)(p.q_nope + request * p.qn_token + head * p.qn_head) + lane;
-#pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = __ldcg(nope + 32 * j);
-#if ROPE
-        x[4] = __ldcg((const uint2*)(p.q_pe + request * p.qp_token + head * p.qp_head) + (lane & 15));
-#else
-        x[4] = x[3];
-#endif
+    auto load = [&](int request, int block) {
+        load_query(p, request, block * NH + warp < p.heads ? block * NH + warp : 0, x);
     };
     // As if CTA i had item i, which is so where all requests are short enough for one.
     it.request = MULTI ? divide(blockIdx.x, blocks) : blockIdx.x;
     it.block = MULTI ? blockIdx.x - it.request * blocks : 0;
     bool mine = it.request < p.bs && warp < WARPS;
-    if (mine) load_query(it.request, it.block);
+    if (mine) load(it.request, it.block);
     known = n = n < first ? 0 : n - first;
     bool spread = (CLUSTER == 1 || CLUSTER == 8) && __any_sync(~0u, n > SHORT_TOKENS);
     int rank = 0, unit = blockIdx.x, base = 0, count;  // this CTA's tokens of the item: [base, base + count)
@@ -421,7 +413,7 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
         unit -= __shfl_sync(~0u, end - parts * blocks, it.request);  // among the request's
         it.block = MULTI ? divide(unit, it.parts) : 0;
         it.unit0 = blockIdx.x / CLUSTER - (unit - it.block * it.parts);
-        load_query(it.request, it.block);
+        load(it.request, it.block);
     } else {
         if (__any_sync(~0u, n > SHORT_TOKENS)) return false;
         if (!mine) return true;
