@@ -27,7 +27,6 @@ from kvlab.bench.serve_server import (
     Server,
     all_ready,
     end,
-    info_of,
     last_error,
     launched,
     server_for,
@@ -119,7 +118,7 @@ def measure_url(
     """Load the server that runs at `url`. `model`: its tokenizer; None asks the server."""
     verify.port_of(url)
     url = url.rstrip("/")
-    info = info_of(url, asked.api_key)
+    info = verify.info_of(url, asked.api_key)
     if info is None:
         raise BadInput(f"--url: {url} does not answer as an SGLang server; start it or correct the address")
     path = model or info.get("model_path")
@@ -193,7 +192,7 @@ def _loaded(
             served = change(served, loads=[*served.loads, one])
     except BadInput as e:
         served = change(served, error=str(e))
-    state = ((info_of(url, asked.api_key) or {}).get("internal_states") or [{}])[0]
+    state = ((verify.info_of(url, asked.api_key) or {}).get("internal_states") or [{}])[0]
     patch = _patch_of(url, work, asked.api_key)
     return change(served, memory=state.get("memory_usage") or {}, patch=patch)
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from kvlab.errors import BadInput
 from kvlab.patch import verify
@@ -142,16 +141,6 @@ def answers(url: str) -> bool:
     with contextlib.suppress(OSError, http.client.HTTPException), verify.opened(asked, 30) as a:
         return a.status == 200
     return False
-
-
-def info_of(url: str, api_key: str | None = None) -> dict[str, Any] | None:
-    """The server's description of itself; the endpoint's older name is tried too."""
-    for name in ("server_info", "get_server_info"):
-        with contextlib.suppress(OSError, ValueError):
-            found = verify.answer_of(verify.request(f"{url}/{name}", api_key), 30)
-            if isinstance(found, dict):
-                return found
-    return None
 
 
 def last_error(log: Path) -> str:

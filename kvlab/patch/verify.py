@@ -204,14 +204,18 @@ def _timed(base: str, ids: list[int], new_tokens: int, api_key: str | None) -> t
 
 def _dp_size(base: str, api_key: str | None) -> int:
     """Data-parallel ranks of the server as it says itself; 1 where it does not say."""
+    size = (info_of(base, api_key) or {}).get("dp_size")
+    return size if type(size) is int and 0 < size <= _MOST_RANKS else 1
+
+
+def info_of(url: str, api_key: str | None = None) -> dict[str, Any] | None:
+    """The server's description of itself; the endpoint's older name is tried too."""
     for name in ("server_info", "get_server_info"):
-        try:
-            found = answer_of(request(f"{base}/{name}", api_key), 30)
-        except (OSError, ValueError):
-            continue
-        size = found.get("dp_size") if isinstance(found, dict) else None
-        return size if type(size) is int and 0 < size <= _MOST_RANKS else 1
-    return 1
+        with contextlib.suppress(OSError, ValueError):
+            found = answer_of(request(f"{url}/{name}", api_key), 30)
+            if isinstance(found, dict):
+                return found
+    return None
 
 
 def request(url: str, api_key: str | None, body: dict[str, Any] | None = None) -> urllib.request.Request:

@@ -15,6 +15,7 @@ from kvlab import dummy, models
 from kvlab.bench import seeded, serve, serve_requests, serve_server
 from kvlab.bench.serve_results import Served, ServeRun, joined, write
 from kvlab.errors import BadInput
+from kvlab.patch import verify
 from kvlab.provenance import collect
 
 FAKES = Path(__file__).resolve().parents[1] / "fakes"
@@ -156,11 +157,11 @@ def test_no_server_is_left_behind(model, tmp_path):
         with serve.launched(server) as it:
             (ready,) = serve_server.all_ready([it], 30)
             assert ready is not None
-            assert serve_server.info_of(server.url)["model_path"] == str(model)
+            assert verify.info_of(server.url)["model_path"] == str(model)
     finally:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     time.sleep(0.1)
-    assert serve_server.info_of(server.url) is None
+    assert verify.info_of(server.url) is None
 
 
 def test_a_running_server_is_loaded_by_its_address(model):
