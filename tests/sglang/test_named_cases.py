@@ -8,22 +8,13 @@ import types
 import pytest
 import torch
 from rig import environment, world
+from rig.cases import FAMILIES, LENGTHS, ready, same
 from rig.world import ForwardMode, Shape, World, fa3, make_pool, memory_pool
 
 from kvlab import patch
 from kvlab.patch import calls, hooks
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.sites import Site
-
-FAMILIES = ("flashinfer_mla", "fa3")
-LENGTHS = [5, 17, 9]
-
-
-def ready(family, lengths=LENGTHS, **kwargs):
-    its = World(family, max_bs=8, **kwargs).fill()
-    for request, n in enumerate(lengths):
-        its.allot(request, n + 4)
-    return its
 
 
 def planned(its, mode="decode", lengths=LENGTHS):
@@ -44,10 +35,6 @@ def both(its, batch, kind, strategy="shadow", save=False):
     with patch.applied(strategy):
         got = [its.attend(batch, kind, tensors, n, save=save) for n in layers]
         return want, got, patch.status()["counters"]
-
-
-def same(want, got):
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(want, got, strict=True))
 
 
 def goes_to_stock(its, batch, kind, reason, strategy="shadow"):
@@ -80,11 +67,16 @@ def cascade(page_size=1):
     return its, batch
 
 
-def test_cascade_reads_a_second_table(monkeypatch):
+def cascade_by_stock():
+    """(world, batch, tensors, stock's output) of a cascade."""
     its, batch = cascade()
     tensors = its.tensors(batch, tokens=2 * len(LENGTHS))
     with its.unpatched():
-        want = its.attend(batch, "decode", tensors, save=False)
+        return its, batch, tensors, its.attend(batch, "decode", tensors, save=False)
+
+
+def test_cascade_reads_a_second_table(monkeypatch):
+    its, batch, tensors, want = cascade_by_stock()
     with patch.applied("shadow"):
         got = its.attend(batch, "decode", tensors, save=False)
         assert patch.status()["counters"]["calls"] == {"fa3.decode": {"shadow": 1}}
@@ -107,10 +99,7 @@ def test_cascade_reads_a_second_table(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["gather", "fused"])
 def test_cascade_is_shadow_s_and_takes_nothing_from_a_strategy_that_cannot(strategy, caplog):
-    its, cascaded = cascade()
-    tensors = its.tensors(cascaded, tokens=2 * len(LENGTHS))
-    with its.unpatched():
-        want = its.attend(cascaded, "decode", tensors, save=False)
+    its, cascaded, tensors, want = cascade_by_stock()
     with patch.applied(strategy):
         assert same([want], [its.attend(cascaded, "decode", tensors, save=False)])
         its.backend.topk = 0
@@ -123,10 +112,7 @@ def test_cascade_is_shadow_s_and_takes_nothing_from_a_strategy_that_cannot(strat
 
 
 def test_cascade_is_stock_s_where_shadow_is_not_to_be_had(monkeypatch):
-    its, batch = cascade()
-    tensors = its.tensors(batch, tokens=2 * len(LENGTHS))
-    with its.unpatched():
-        want = its.attend(batch, "decode", tensors, save=False)
+    its, batch, tensors, want = cascade_by_stock()
     with patch.applied("gather"):
         patch.api._patch.runtime.trust.broken["shadow"] = "no memory"
         assert same([want], [its.attend(batch, "decode", tensors, save=False)])

@@ -5,28 +5,16 @@ import itertools
 import pytest
 import torch
 from rig import environment, world
+from rig.cases import FAMILIES, LENGTHS, ready, same
 from rig.world import ForwardMode, Shape, World, fa3
 
 from kvlab import patch
 
-FAMILIES = ("flashinfer_mla", "fa3")
 EXACT = ("shadow", "gather")
-LENGTHS = [5, 17, 9]
-
-
-def ready(family, lengths=LENGTHS, **kwargs):
-    its = World(family, max_bs=8, **kwargs).fill()
-    for request, n in enumerate(lengths):
-        its.allot(request, n + 4)
-    return its
 
 
 def layers_of(its, batch, kind, tensors, *, save=True):
     return [its.attend(batch, kind, tensors, n, save=save) for n in range(its.shape.layers)]
-
-
-def same(want, got):
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(want, got, strict=True))
 
 
 def assert_same(its, batch, kind, strategy):
