@@ -108,6 +108,7 @@ def few_heads(
     shared += 16 * groups * tiles * 32  # merge
     shared += (RANK + max(ROPES)) * columns * 2  # q
     shared += 8 * groups * columns + 4 * columns + 8 * groups  # ml, down, summed
+    shared += 256  # two places of 120 bytes
     macros = {
         "G": group,
         "NG": groups,

@@ -12,6 +12,7 @@
 
 #define WARPS (G * NG)
 #define MERGE_WARPS WARPS
+#define PLACED 1
 #define THREADS ((WARPS + PRODUCERS) * 32)
 #include "mla_common.cuh"
 
@@ -641,5 +642,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS)
     };
     run(p, sh.meet, dynamic + FIXED_SHARED, G, serve, [&](const Item& it, const Ring& ring, const Sink& to, int done) {
         consume(p, it, ring, sh, to, done, round);
+        return to.whole;
     });
 }
