@@ -71,7 +71,7 @@ def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Calla
             except Restart:
                 amiss = ""
             except Exception as e:
-                if not attempt.undo or not attempt.strategy.leaves_plan:
+                if not attempt.undo or (captures and not attempt.strategy.leaves_plan):
                     raise
                 # The kernel was handed other tables or rows than stock's.
                 amiss = one_line(e)

@@ -7,13 +7,16 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvlab.patch.replacements import Replacements
 from kvlab.patch.runtime import Runtime
 from kvlab.patch.scratch import is_capturing
+
+if TYPE_CHECKING:
+    from kvlab.patch.strategies.native import FP8Plans
 
 
 def patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> None:
@@ -34,11 +37,11 @@ def patch_plans(runtime: Runtime, module: ModuleType, mine: Replacements) -> Non
     begin = vars(updater).get("call_begin_forward") if isinstance(updater, type) else None
     # No policy takes it: only its own name does.
     if callable(begin) and runtime.asked == "native":
-        from kvlab.patch.strategies.native import plan_again
+        from kvlab.patch.strategies.native import FP8Plans
 
-        planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        mine.set(updater, "call_begin_forward", _native_plan(runtime, begin, planned))
-        mine.on_undo(functools.partial(plan_again, planned))
+        plans = FP8Plans(runtime)
+        mine.set(updater, "call_begin_forward", _native_plan(runtime, begin, plans))
+        mine.on_undo(plans.undo)
 
 
 def _in_turn(fast_plan: Callable[..., None]) -> Callable[..., None]:
@@ -99,16 +102,15 @@ def _refreshing(runtime: Runtime, fast_plan: Callable[..., None]) -> Callable[..
     return plan
 
 
-def _native_plan(
-    runtime: Runtime, begin: Callable[..., Any], planned: weakref.WeakKeyDictionary[Any, Any]
-) -> Callable[..., Any]:
+def _native_plan(runtime: Runtime, begin: Callable[..., Any], plans: "FP8Plans") -> Callable[..., Any]:
     @functools.wraps(begin)
     def call_begin_forward(self: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         kv_dtype = runtime.native_kv_dtype(getattr(self, "attn_backend", None))
         if kv_dtype is None:
+            plans.forget(wrapper)
             return begin(self, wrapper, *args, **kwargs)
-        from kvlab.patch.strategies.native import PlanKV
+        from kvlab.patch.strategies.native import Planning
 
-        return begin(self, PlanKV(wrapper, kv_dtype, planned), *args, **kwargs)
+        return begin(self, Planning(wrapper, plans, kv_dtype), *args, **kwargs)
 
     return call_begin_forward

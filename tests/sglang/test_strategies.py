@@ -1,12 +1,14 @@
 """What the text's other variants do wrong, ours right beside; and each strategy's promise."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from rig.world import ForwardMode, Shape, World
 
 from kvlab import patch
+from kvlab.patch import api, attempt
 from kvlab.patch.attempt import Attempt
 from kvlab.patch.seam import PoolView
 from kvlab.patch.strategies import replan
@@ -14,6 +16,7 @@ from kvlab.patch.strategies.gather import Gather
 from kvlab.patch.strategies.shadow import Shadow
 
 LENGTHS = [5, 17, 9]
+NOT_ITS = "a buffer that is not the pool's layer"
 
 
 def its_of(family="flashinfer_mla", lengths=LENGTHS, **kwargs):
@@ -241,25 +244,97 @@ def test_native_comes_and_goes_between_plan_and_run(monkeypatch):
     assert all(map(torch.equal, want, step(its, batch, tensors)))
 
 
-def test_an_error_out_of_native_is_told_as_it_is(monkeypatch):
-    """Stock's wide rows would meet a plan for FP8, and another error."""
-    monkeypatch.setattr("kvlab.patch.strategies.native.flashinfer_refusal", lambda: None)
+def _its_run_fails(monkeypatch, its):
+    cls = type(its.backend.decode_wrapper)
+    stock_s = cls.run
 
     def run(self, *args, ckv_scale=None, **kwargs):
         if ckv_scale is not None:
             raise RuntimeError("no kernel image")
         return stock_s(self, *args, **kwargs)
 
+    monkeypatch.setattr(cls, "run", run)
+
+
+def _its_plan_fails(monkeypatch, its):
+    cls = type(its.backend.decode_wrapper)
+    stock_s = cls.plan
+
+    def plan(self, *args):
+        stock_s(self, *args)
+        if args[-1] == torch.float8_e4m3fn:
+            raise ValueError("FP8 rows need backend fa3")
+
+    monkeypatch.setattr(cls, "plan", plan)
+
+
+def _the_tables_are_no_longer_understood(monkeypatch, its):
+    adapter = attempt.ADAPTERS["flashinfer_mla"]
+    monkeypatch.setattr(adapter, "reads", lambda *a: attempt.Stock("odd tables"))
+
+
+def _the_buffer_is_another(monkeypatch, its):
+    monkeypatch.setattr(Attempt, "enter", _another_pool_s(Attempt.enter))
+
+
+def _another_pool_s(enter):
+    def of_fewer_slots(self, pool):
+        enter(self, pool)
+        self.facts = replace(self.facts, slots=self.facts.slots - 1)
+
+    return of_fewer_slots
+
+
+def _ours_breaks_behind_the_plan(monkeypatch, its):
+    def ready(self, *args):
+        raise KeyError("mode")
+
+    monkeypatch.setattr(type(api._patch.runtime), "metadata_ready", ready)
+
+
+def _is_compiled(monkeypatch, its):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("happens", "fallbacks", "line"),
+    [
+        (_its_run_fails, {"native failed": 1, "planned for FP8 rows": 1}, "no kernel image"),
+        (_its_plan_fails, {"native failed": 1}, "FP8 rows need backend fa3"),
+        (_the_tables_are_no_longer_understood, {"odd tables": 2, "planned for FP8 rows": 1}, "stock's plan"),
+        (
+            _the_buffer_is_another,
+            {
+                "a buffer that is not the pool's layer": 1,
+                "planned for FP8 rows": 1,
+                "planned for wide rows": 1,
+            },
+            "stock's plan",
+        ),
+        (_ours_breaks_behind_the_plan, {"planned for FP8 rows": 1}, "stock's plan"),
+        (_is_compiled, {"planned for FP8 rows": 1}, "stock's plan"),
+    ],
+)
+def test_what_falls_to_stock_in_a_pass_planned_for_fp8_is_planned_again(
+    monkeypatch, caplog, happens, fallbacks, line
+):
+    """No request ends: stock's rows get stock's plan, and its very bits."""
+    monkeypatch.setattr("kvlab.patch.strategies.native.flashinfer_refusal", lambda: None)
     with patch.applied("native"):
-        its = its_of(shape=Shape(layers=1, heads=2, rank=512, rope=64))
+        its = its_of(shape=Shape(layers=2, heads=2, rank=512, rope=64))
         batch = its.batch(ForwardMode.DECODE, LENGTHS)
+        wrapper, tensors = its.backend.decode_wrapper, its.tensors(batch)
+        happens(monkeypatch, its)
+        caplog.clear()
         its.plan(batch)
-        wrapper = its.backend.forward_metadata.decode_wrapper
-        stock_s = type(wrapper).run
-        monkeypatch.setattr(type(wrapper), "run", run)
-        with pytest.raises(RuntimeError, match="no kernel image"):
-            its.attend(batch, "decode", its.tensors(batch))
+        got = step(its, batch, tensors)
+        assert wrapper._kv_data_type == torch.bfloat16
         assert its.backend.forward_metadata.decode_wrapper is wrapper
+        assert "run" not in vars(wrapper)
+        assert patch.status()["counters"]["fallbacks"] == fallbacks
+    assert sum(line in r.getMessage() for r in caplog.records) == 1
+    with its.unpatched():
+        assert all(map(torch.equal, got, step(its, batch, tensors)))
 
 
 def test_native_without_fp8_mla_in_flashinfer_is_refused_with_a_reason():

@@ -157,7 +157,8 @@ from types import SimpleNamespace
 import flashinfer.mla
 from kvlab.patch import casts
 from kvlab.patch.reads import FlashInferMLA
-from kvlab.patch.strategies.native import PlanKV
+from kvlab.patch.counters import Counters
+from kvlab.patch.strategies.native import FP8Plans, Planning
 from kvlab.plans.release import OnCPU
 
 calls = []
@@ -187,7 +188,9 @@ bounds = torch.tensor([0, 1, 4], dtype=torch.int32)
 with OnCPU():
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
         torch.zeros(64 << 20, dtype=torch.uint8), backend="fa2")
-    planned = wrapper if WIDE else PlanKV(wrapper, torch.float8_e4m3fn)
+    runtime = SimpleNamespace(counters=Counters(), say=lambda line: None)
+    plans = FP8Plans(runtime)
+    planned = wrapper if WIDE else Planning(wrapper, plans, torch.float8_e4m3fn)
     planned.plan(torch.arange(3, dtype=torch.int32), bounds, slots_read, bounds.diff(), heads, 512, 64, 1,
         False, 0.1, torch.bfloat16, torch.bfloat16)
 backend = SimpleNamespace(forward_metadata=SimpleNamespace(decode_wrapper=wrapper), kv_indptr=bounds)
@@ -227,9 +230,14 @@ Native().enter(call)
 run(rows, backend.forward_metadata.decode_wrapper)
 for undo in call.undo:
     undo()
+is_restored = backend.forward_metadata.decode_wrapper is wrapper
+# What falls back after all: stock's rows make stock's plan.
+with OnCPU():
+    run(rows.to(torch.bfloat16))
+is_stock_s = torch.equal(calls[1], rows.bfloat16()[slots_read.long()])
 print(json.dumps([
     flashinfer_refusal(), str(calls[0].dtype), torch.equal(calls[0].float(), rows[slots_read.long()].float()),
-    backend.forward_metadata.decode_wrapper is wrapper]))
+    is_restored, is_stock_s and "run" not in vars(wrapper), runtime.counters.fallbacks]))
 """
 )
 
@@ -248,8 +256,14 @@ def test_another_index_table_is_taken_for_one_call(in_flashinfer, version):
 
 @pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.2", "0.7.4"])
 def test_a_wrapper_planned_for_fp8_rows_takes_them_as_they_are(in_flashinfer, version):
-    """What `native` relies on: the plan's last argument, the wrapper's word of it, the scales of `run`."""
-    refusal, dtype, is_stock, is_restored = json.loads(in_flashinfer(version, _NATIVE).splitlines()[-1])
+    """What `native` relies on: the plan's last argument, the wrapper's word of it, the scales of `run`. Wide
+    rows that come after such a plan get stock's.
+    """
+    refusal, dtype, is_stock, is_restored, is_again, fallbacks = json.loads(
+        in_flashinfer(version, _NATIVE).splitlines()[-1]
+    )
     assert (refusal, dtype) == (None, "torch.float8_e4m3fn")
     assert is_stock
     assert is_restored
+    assert is_again
+    assert fallbacks == {"planned for FP8 rows": 1}

@@ -66,7 +66,8 @@ class Call(Protocol):
 class Strategy(Protocol):
     """`enter` runs before SGLang's method, `cast` where it casts, `call.undo` after it.
 
-    `leaves_plan`: is the plan stock's, so that the method can run again for stock once all is undone?
+    `leaves_plan`: is the plan stock's, so that the method can run again for stock once all is undone? Outside
+    of a capture another plan is made where need be.
     """
 
     name: str
