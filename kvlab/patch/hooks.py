@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from kvlab.patch import plan_hooks
+from kvlab.patch import plan_hooks, staged
 from kvlab.patch.calls import through
 from kvlab.patch.replacements import Replacements
 from kvlab.patch.runtime import Runtime, Step
@@ -35,6 +35,13 @@ def install(
             _patch_module(runtime, module, its, done, mark)
         else:
             pending[name] = functools.partial(_patch_imported, runtime, sites=its, done=done, mark=mark)
+    if by_module:
+        patch_runners = functools.partial(staged.patch_runners, runtime, done)
+        module = sys.modules.get(staged.MODULE)
+        if module is None:
+            pending[staged.MODULE] = patch_runners
+        else:
+            patch_runners(module)
     if pending:
         finder = AfterImport(pending)
         sys.meta_path.insert(0, finder)

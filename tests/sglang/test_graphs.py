@@ -4,9 +4,12 @@ The stand-ins keep what a graph keeps (buffers by reference, lengths as the plan
 copies what a GPU copies. `frozen` makes the patch read, at replay, the very tensors that it bound at capture.
 """
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
-from rig.world import ForwardMode, Shape, World, flashinfer_mla
+from rig.world import TRANSLATES, ForwardMode, Shape, World, flashinfer_mla
 
 from kvlab import patch
 from kvlab.kernels.active import ActiveSlots
@@ -257,6 +260,62 @@ def test_draft_extend_replay(frozen):
     world = world_of("fa3", num_draft_tokens=3)
     batches = [batch_of(world, [n + more for n in LENGTHS]) for more in (0, 2)]
     assert_pairs(replayed(world, batch_of(world, [1] * 4), batches, "extend", "shadow"))
+
+
+@pytest.mark.skipif(not TRANSLATES, reason="the first release whose draft graphs make their own metadata")
+def test_draft_extends_that_make_their_own_metadata_are_counted(monkeypatch):
+    """By the real runners, of one step's graph and of all steps'; no backend hears of these replays."""
+    from sglang.srt.speculative import multi_layer_eagle_draft_extend_cuda_graph_runner as runners
+
+    capturing = [False]
+    monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: capturing[0])
+    with patch.applied("shadow"):
+        world = world_of("fa3", slots=4096, num_draft_tokens=3)
+        batch = world.batch(ForwardMode.DRAFT_EXTEND_V2, [n + 3 for n in LENGTHS], prefix=LENGTHS)
+        batch.spec_info = verify_input_for_draft(batch)
+        world.capture(batch)
+        capturing[0] = True
+        step(world, batch, "extend", world.tensors(batch))
+        capturing[0] = False
+        assert world.backend.draft_extend_metadata_captured_in_graph()
+        bs, tokens = batch.batch_size, sum(LENGTHS)
+        anything = mock.MagicMock()
+        anything.backend.replay.return_value = [anything]
+
+        def runner(cls, **its):
+            made = cls.__new__(cls)
+            vars(made).update(
+                dict.fromkeys(("backend", "buffers", "deepep_adapter"), anything.backend), **its
+            )
+            vars(made).update(model_runner=anything, eagle_worker=anything, _make_graph_key=lambda bs: bs)
+            vars(made).update(model_context=contextlib.nullcontext)
+            return made
+
+        one = runner(
+            runners.MultiLayerEagleDraftExtendCudaGraphRunner,
+            **{"step": 0, "forward_mode": batch.forward_mode, "captured_req_width": 3},
+            **{"attn_backend": world.backend, "metadata_captured_in_graph": True},
+        )
+        every = runner(
+            runners.OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner,
+            **{"runners": [one, None], "bs": bs, "raw_bs": bs, "seq_lens_sum": tokens},
+            **{"_cached": {1: None}, "_replay_spec_info": batch.spec_info},
+        )
+        given = dict.fromkeys(("out_cache_loc_virtual", "kv_loc_plan", "kv_loc_cols"))
+        for _ in range(2):
+            one.replay(bs, tokens, batch.spec_info, None, **given)
+        for _ in range(3):
+            every.replay(0)
+            every._cached[1] = None
+            every.replay(1)
+        counters = patch.status()["counters"]
+        layers, row = world.shape.layers, world.shape.width
+        assert counters["calls"] == {"fa3.extend": {"shadow": (2 + 3) * layers}}
+        assert counters["bytes_avoided"] == (2 + 3) * layers * 3 * row * (world.slots - tokens)
+        # Metadata made before the replay: the backend's own hook has told of it.
+        one.metadata_captured_in_graph = False
+        one.replay(bs, tokens, batch.spec_info, None, **given)
+        assert patch.status()["counters"] == counters
 
 
 def verify_input_for_draft(batch):
