@@ -197,7 +197,8 @@ def _entry(site: Site, patch: _Patch | None) -> dict[str, Any]:
     elif not patch.is_applied:
         state, reason = REMOVED, ""
     elif site.name in patch.in_place:
-        state, reason = PATCHED, ""
+        lost = patch.runtime.displaced(site.name)
+        state, reason = (PATCHED, "") if lost is None else (LEFT_ALONE, lost)
     elif site.name in patch.runtime.unpatched:
         state, reason = LEFT_ALONE, patch.runtime.unpatched[site.name]
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from kvlab.patch import plan_hooks, staged
+from kvlab.patch import beneath, plan_hooks, staged
 from kvlab.patch.calls import through
 from kvlab.patch.replacements import Replacements
 from kvlab.patch.runtime import Runtime, Step
@@ -122,9 +122,15 @@ def _patch_module(
     if not isinstance(cls, type):
         return
     mine = Replacements()
+    placed = {}
     try:
+        sites = [site for site in sites if _is_as_read(runtime, module, vars(cls)[site.method], site)]
+        if not sites:
+            return
         for site in sites:
-            mine.set(cls, site.method, through(runtime, site, vars(cls)[site.method]))
+            ours = through(runtime, site, vars(cls)[site.method])
+            mine.set(cls, site.method, ours)
+            placed[site.name] = cls, site.method, ours
         family = sites[0].family
         for name, after in _after(runtime, family).items():
             original = vars(cls).get(name)
@@ -136,8 +142,17 @@ def _patch_module(
         mine.undo()
         raise
     done.extend(mine)
+    runtime.placed.update(placed)
     for site in sites:
         mark(site)
+
+
+def _is_as_read(runtime: Runtime, module: ModuleType, method: Any, site: Site) -> bool:
+    """Is what stands there the code that `site` was read from, as it is or under wrappers that call it?"""
+    if beneath.leads_to(method, beneath.is_from(module, site.method, site.line)):
+        return True
+    runtime.replaced(site, f"{site.method} is {beneath.told(method)}, which does not call SGLang's own")
+    return False
 
 
 def _then(runtime: Runtime, original: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvlab.kernels.checks import FP8_DTYPES, WIDE_DTYPES
-from kvlab.patch import calls, policy, server
+from kvlab.patch import beneath, calls, policy, server
 from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Choice, Facts
 from kvlab.patch.saying import Said, one_line
@@ -65,6 +65,8 @@ class Runtime:
         self.states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
+        # By site: the class, the name of its method and what we put there.
+        self.placed: dict[str, tuple[type, str, Any]] = {}
         for backend, state in before.states.items() if before is not None else ():
             # A backend is built once: what was seen then is still so.
             self.states[backend] = BackendState(state.family, state.server_args, state.graphs)
@@ -84,7 +86,9 @@ class Runtime:
             rows = a_layer(pool)
         except (AttributeError, IndexError, TypeError):
             return
-        kinds = server.kinds(backend)
+        kinds = self._reached(family, server.kinds(backend))
+        if not kinds:
+            return
         # Graphs come later, or never.
         has_graphs = not getattr(state.server_args, "disable_cuda_graph", False)
         outside = server.outside(state.server_args, has_graphs)
@@ -93,18 +97,44 @@ class Runtime:
             self._unserved(family, f"{' and '.join(kinds)} left to stock: {outside}")
             return
         with self.trust.together(rows.device):
-            self._decide_all(family, backend, model_runner, pool, rows)
+            self._decide_all(family, kinds, backend, model_runner, pool, rows)
         if rows.device.type == "cuda":
             # What the checks took is given back: a server's peak is to be stock's at most.
             torch.cuda.empty_cache()
         self._announce(family, kinds, pool, rows)
 
+    def _reached(self, family: str, kinds: Sequence[str]) -> list[str]:
+        """The kinds whose calls come to us; of the others, it is said who has put something in our place."""
+        lost = {kind: why for kind in kinds if (why := self.displaced(f"{family}.{kind}")) is not None}
+        for kind, why in lost.items():
+            self.chosen[f"{family}.{kind}"] = Choice("stock", why)
+            line = f"SGLang {self.version}, {family}, {self.asked}: {kind} left to stock: {why}"
+            if self.is_strict and self.asked != "stock":
+                raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
+            self.say(line)
+            self.on_change(True)
+        return [kind for kind in kinds if kind not in lost]
+
+    def displaced(self, site: str) -> str | None:
+        """Who stands where we put the seam of `site` without calling it, or None: it is in place."""
+        cls, name, ours = self.placed.get(site, (None, "", None))
+        top = None if cls is None else vars(cls).get(name)
+        if top is ours or beneath.leads_to(top, lambda one: one is ours):
+            return None
+        return f"{name} has been replaced by {beneath.told(top)} since, which does not call the patch"
+
     def _decide_all(
-        self, family: str, backend: Any, model_runner: Any, pool: Any, rows: torch.Tensor
+        self,
+        family: str,
+        kinds: Sequence[str],
+        backend: Any,
+        model_runner: Any,
+        pool: Any,
+        rows: torch.Tensor,
     ) -> None:
         state = self.state(family, backend)
         config = getattr(model_runner, "model_config", None)
-        for kind in server.kinds(backend):
+        for kind in kinds:
             facts = Facts(
                 kind=kind,
                 device=rows.device,
@@ -243,6 +273,14 @@ class Runtime:
         if self.is_strict:
             raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
         self.unpatched.update({site.name: why for site in sites})
+        self.say(line)
+
+    def replaced(self, site: Site, why: str) -> None:
+        """What is to be patched is not the code that was recognised; strict mode does not serve so."""
+        line = f"SGLang {self.version}, {site.name} left to stock: {why}"
+        if self.is_strict:
+            raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
+        self.unpatched[site.name] = why
         self.say(line)
 
     def gave_up(self, hook: str, error: BaseException) -> None:

@@ -5,6 +5,8 @@ import os
 import sys
 from typing import Any
 
+from kvlab.patch.sites import FAMILIES
+
 
 def arguments() -> Any:
     """The arguments of this process's server, as SGLang keeps them; None where it has none."""
@@ -43,16 +45,10 @@ def kinds(backend: Any) -> list[str]:
     """The kinds of calls that come to a site: FlashMLA, TRTLLM-MLA and Cutlass decode with kernels of their
     own.
     """
-    own = vars(type(backend))
-    return (
-        ["extend"]
-        if "forward_decode" in own and not _is_ours(own["forward_decode"])
-        else ["decode", "extend"]
-    )
-
-
-def _is_ours(method: Any) -> bool:
-    return hasattr(method, "__wrapped__")
+    # A sibling's own sibling inherits it from there; other plugins may wrap either's.
+    decodes = next((c for c in type(backend).__mro__ if "forward_decode" in vars(c)), None)
+    is_site_s = decodes is None or decodes.__name__ in {family.cls for family in FAMILIES}
+    return ["decode", "extend"] if is_site_s else ["extend"]
 
 
 def outside(server_args: Any, has_graphs: bool) -> str | None:

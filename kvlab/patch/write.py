@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvlab.patch import casts
+from kvlab.patch import beneath, casts
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,6 +27,12 @@ def refusal(pool: Any) -> str | None:
     own = ("set_mla_kv_buffer", "_write_mla_kv_buffer", "_scatter_mla_rows")
     if any(getattr(type(pool), n, None) is not getattr(plain, n, None) for n in own):
         return f"{type(pool).__name__} has its own KV write"
+    its_module = vars(sys.modules[plain.__module__])
+    for name in own:
+        # Whoever put another one there wants each write to come to it.
+        method = vars(pool).get(name, getattr(plain, name, None))
+        if method is not None and getattr(method, "__globals__", None) is not its_module:
+            return f"{name} is {beneath.told(method)}, not SGLang's own"
     if getattr(pool, "nsa_kv_cache_store_fp8", False) or getattr(pool, "dsa_kv_cache_store_fp8", False):
         return "rows with scales"
     if pool.dtype not in _FP8 or pool.store_dtype != torch.uint8:

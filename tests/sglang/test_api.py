@@ -1,6 +1,7 @@
 """apply, remove, status and the ways into SGLang's processes, on the real package."""
 
 import contextlib
+import functools
 import gc
 import inspect
 import json
@@ -427,15 +428,20 @@ def test_a_sibling_with_its_own_decode_is_announced_for_extend_only(caplog):
     with patch.applied("exact"), caplog.at_level(logging.INFO, "kvlab.patch"):
 
         class Sibling(flashinfer_mla.FlashInferMLAAttnBackend):
+            @functools.wraps(flashinfer_mla.FlashInferMLAAttnBackend.forward_decode)
             def forward_decode(self, *args, **kwargs):
                 raise NotImplementedError
 
+        class Younger(Sibling):
+            pass
+
         its = World("flashinfer_mla", slots=8192)
-        caplog.clear()
-        api._patch.runtime.said.lines.clear()
-        with environment.OnCPU():
-            Sibling(its.runner)
-        assert "exact: extend shadow; an extend step no longer casts" in caplog.text
+        for sibling in (Sibling, Younger):
+            caplog.clear()
+            api._patch.runtime.said.lines.clear()
+            with environment.OnCPU():
+                sibling(its.runner)
+            assert "exact: extend shadow; an extend step no longer casts" in caplog.text
 
 
 def test_the_stock_strategy_is_stock_s_kv_write_too():

@@ -1,0 +1,124 @@
+"""What another plugin has put in the place of SGLang's own methods, before us or after: seen and said."""
+
+import functools
+import logging
+
+import pytest
+from rig.world import ForwardMode, World, fa3, memory_pool
+
+from kvlab import patch
+
+LENGTHS = [5, 17, 9]
+CLASS = fa3.FlashAttentionBackend
+
+
+def replaced(original, hook):
+    """As SGLang's HookRegistry replaces a function: it says that it wraps, and never calls."""
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return hook(*args, **kwargs)
+
+    return wrapper
+
+
+def around(original):
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def site(kind="decode"):
+    return next(s for s in patch.status()["sites"] if s["site"] == f"fa3.{kind}")
+
+
+def lines(caplog):
+    return [
+        r.getMessage() for r in caplog.records if r.name == "kvlab.patch" and r.levelno >= logging.WARNING
+    ]
+
+
+def step(world):
+    batch = world.batch(ForwardMode.DECODE, LENGTHS)
+    world.plan(batch)
+    return world.attend(batch, "decode", world.tensors(batch))
+
+
+def a_world():
+    world = World("fa3", max_bs=4, slots=8192).fill()
+    for request, n in enumerate(LENGTHS):
+        world.allot(request, n)
+    return world
+
+
+def test_another_method_in_sglang_s_place_is_not_the_code_that_was_read(monkeypatch, caplog):
+    hook = lambda self, q, *args, **kwargs: q  # noqa: E731
+    monkeypatch.setattr(CLASS, "forward_decode", replaced(CLASS.forward_decode, hook))
+    theirs = vars(CLASS)["forward_decode"]
+    with patch.applied("exact"):
+        assert vars(CLASS)["forward_decode"] is theirs
+        assert (site()["state"], site("extend")["state"]) == ("left alone", "patched")
+        assert "which does not call SGLang's own" in site()["reason"]
+        assert len(lines(caplog)) == 1
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    with pytest.raises(SystemExit, match="does not call"):
+        patch.apply("exact")
+    assert vars(CLASS)["forward_decode"] is theirs
+    patch.remove()
+
+
+def test_a_wrapper_that_calls_sglang_s_own_is_patched_like_it(monkeypatch):
+    monkeypatch.setattr(CLASS, "forward_decode", around(CLASS.forward_decode))
+    world = a_world()
+    with patch.applied("shadow"):
+        assert site()["state"] == "patched"
+        step(world)
+        assert patch.status()["counters"]["calls"] == {"fa3.decode": {"shadow": 1}}
+
+
+@pytest.mark.parametrize("how", ["put back", "replaced"])
+def test_a_seam_that_somebody_else_took_out_is_told(how, monkeypatch, caplog):
+    original = CLASS.forward_decode
+    with patch.applied("exact"):
+        ours = CLASS.forward_decode
+        monkeypatch.setattr(CLASS, "forward_decode", around(ours))
+        a_world()
+        assert (site()["state"], lines(caplog)) == ("patched", [])
+        other = original if how == "put back" else replaced(ours, lambda self, q, *args, **kwargs: q)
+        monkeypatch.setattr(CLASS, "forward_decode", other)
+        assert site()["state"] == "left alone"
+        assert "does not call the patch" in site()["reason"]
+        a_world()
+        (line,) = lines(caplog)
+        assert "decode left to stock: forward_decode has been replaced by" in line
+        assert patch.status()["chosen"]["fa3.decode"]["strategy"] == "stock"
+        monkeypatch.setattr(CLASS, "forward_decode", ours)
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    with patch.applied("exact"):
+        monkeypatch.setattr(CLASS, "forward_decode", original)
+        with pytest.raises(SystemExit, match="does not call the patch"):
+            a_world()
+
+
+@pytest.mark.parametrize("where", ["class", "pool"])
+def test_a_hook_on_the_kv_write_sees_every_write(where, monkeypatch):
+    world, seen = a_world(), []
+    real = memory_pool.MLATokenToKVPool.set_mla_kv_buffer
+
+    def theirs(*args, **kwargs):
+        seen.append(len(args))
+        return real(*args, **kwargs)
+
+    if where == "class":
+        monkeypatch.setattr(memory_pool.MLATokenToKVPool, "set_mla_kv_buffer", functools.wraps(real)(theirs))
+    else:
+        monkeypatch.setattr(
+            world.pool, "set_mla_kv_buffer", functools.partial(theirs, world.pool), raising=False
+        )
+    with patch.applied("exact"):
+        batch = world.batch(ForwardMode.DECODE, LENGTHS)
+        world.plan(batch)
+        world.attend(batch, "decode", world.tensors(batch))
+        assert (patch.status()["counters"]["kv_writes"], len(seen)) == ({"stock": 1}, 1)
