@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ class _Patch:
     done: Replacements
     in_place: set[str] = field(default_factory=set)
     is_applied: bool = True
+    on_end: Callable[[], None] = lambda: None
 
 
 _lock = threading.RLock()
@@ -88,7 +89,8 @@ def apply(strategy: str | None = None) -> dict[str, Any]:
         before = _patch.runtime if _patch is not None else None
         runtime = Runtime(asked, is_strict=is_strict, version=found.version, before=before)
         patch = _Patch(runtime, found, Replacements())
-        runtime.on_change = RunFile(lambda: _status(patch), runtime).changed
+        file = RunFile(lambda: _status(patch), runtime)
+        runtime.on_change, patch.on_end = file.changed, file.end
         try:
             hooks.install(runtime, found.recognised, patch.done, lambda site: patch.in_place.add(site.name))
             spawn.install(asked, patch.done)
@@ -118,7 +120,7 @@ def remove() -> dict[str, Any]:
             if _patch.runtime.server:
                 stay = "; captured graphs stay patched" if _patch.runtime.has_captured else ""
                 log.info("kvlab: removed from this scheduler%s", stay)
-            _patch.runtime.on_change(True)
+            _patch.on_end()
         return status()
 
 

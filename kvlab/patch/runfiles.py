@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from kvlab.patch.runtime import Runtime
 
 _SECONDS = 2.0
+# A disk that was full is tried again after a minute, then after twice that, at last once an hour.
+_FIRST_WAIT, _LONGEST_WAIT = 60.0, 3600.0
+# Between writing a file and renaming it lie milliseconds: an older one was left by a process that was killed.
+_PART_SECONDS = 60.0
 
 
 def run_dirs() -> list[Path]:
@@ -40,15 +44,17 @@ def run_dirs() -> list[Path]:
 
 
 class RunFile:
-    """The file of this process. A directory that cannot be written is not worth a request: it is given up, in
-    one line.
+    """The file of this process. A directory that cannot be written is not worth a request: one line says so,
+    and it is tried again later.
     """
 
     def __init__(self, status: Callable[[], dict[str, Any]], runtime: "Runtime") -> None:
         self._status, self._runtime = status, runtime
         self._pid: int | None = None
         self._path: Path | None = None
-        self._is_given_up = False
+        self._is_over = False
+        # How long the next failure is waited for, and until when the last one is.
+        self._wait, self._not_before = _FIRST_WAIT, 0.0
         # Something to tell that a thread of its own tells within seconds: no step waits for a disk.
         self._is_due = False
         self._thread: threading.Thread | None = None
@@ -58,10 +64,12 @@ class RunFile:
 
     def changed(self, force: bool) -> None:
         """Write now if `force`, else soon. Only processes that serve write."""
-        if self._is_given_up or not self._runtime.server:
+        if self._is_over or not self._runtime.server:
             return
         if force:
-            self._tell()
+            self._is_due = True
+            if time.monotonic() >= self._not_before:
+                self._tell()
             return
         self._is_due = True
         if self._thread_pid != os.getpid():  # it does not survive a fork
@@ -74,22 +82,44 @@ class RunFile:
             except RuntimeError as e:  # no more threads: not a request's fault
                 self._give_up(e)
 
-    def _tell(self) -> None:
+    def end(self) -> None:
+        """The patch is taken out: tell that, and nothing after it, whoever still calls the hooks."""
+        if not self._is_over and self._runtime.server:
+            for _ in range(3):
+                self._tell(is_last=True)
+                if self._is_over:
+                    return
+        self._is_over = True
+
+    def _tell(self, *, is_last: bool = False) -> None:
         if self._writer_pid != os.getpid():
             # Forked: whoever held the lock is not here to free it.
             self._writing, self._writer_pid = threading.Lock(), os.getpid()
         self._is_due = False
         try:
             with self._writing:
+                if self._is_over:
+                    return
                 self._write()
+                self._is_over = is_last
         except RuntimeError:
             # A step counted what was never counted before, meanwhile.
             self._is_due = True
+        except OSError as e:
+            self._is_due = True
+            self._not_before = time.monotonic() + self._wait
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+            self._untold(e)
         except Exception as e:
             self._give_up(e)
+        else:
+            self._wait = _FIRST_WAIT
 
     def _give_up(self, error: Exception) -> None:
-        self._is_given_up = True
+        self._is_over = True
+        self._untold(error)
+
+    def _untold(self, error: Exception) -> None:
         if self._path is not None and self._pid == os.getpid():
             # Figures that nobody brings up to date would pass for this server's.
             with contextlib.suppress(OSError):
@@ -102,6 +132,8 @@ class RunFile:
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to {_owner(folder)}; set KVLAB_RUN_DIR")
         pid = os.getpid()
+        if self._pid != pid:
+            _sweep_parts(folder)
         path = folder / f"{pid}.json"
         of = {"pid": pid, "started": _started(pid), "namespace": _namespace(), "kvlab": __version__}
         text = json.dumps({**of, "server": self._runtime.server, **self._status()})
@@ -124,11 +156,26 @@ def _tell_now_and_then(file: weakref.ref[RunFile]) -> None:
     while True:
         time.sleep(_SECONDS)
         its = file()
-        if its is None or its._is_given_up:
+        if its is None or its._is_over:
             return
-        if its._is_due:
+        if its._is_due and time.monotonic() >= its._not_before:
             its._tell()
         del its
+
+
+def _sweep_parts(folder: Path) -> None:
+    """What processes that were killed before they had renamed it left in `folder`."""
+    for part in folder.glob(".*.part"):
+        with contextlib.suppress(OSError):
+            # A container that shares the folder numbers its processes by itself: age tells there.
+            is_old = time.time() - part.stat().st_mtime > _PART_SECONDS
+            if is_old and not _started_as(part.name.split(".")[1]):
+                part.unlink()
+
+
+def _started_as(number: str) -> str:
+    """`_started` of what may be a process number."""
+    return _started(int(number)) if number.isdecimal() else ""
 
 
 def _forget(path: Path, pid: int, file: weakref.ref[RunFile]) -> None:
@@ -137,7 +184,7 @@ def _forget(path: Path, pid: int, file: weakref.ref[RunFile]) -> None:
     its = file()
     if its is not None:
         # Its thread ends wherever it is when Python does: not in the middle of a file, nor after this.
-        its._is_given_up = True
+        its._is_over = True
         its._writing.acquire(timeout=1.0)
     with contextlib.suppress(OSError):
         path.unlink()

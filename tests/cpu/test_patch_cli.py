@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import http.server
+import itertools
 import json
 import os
 import re
@@ -750,10 +751,10 @@ def test_steps_are_told_by_a_thread_that_ends_with_its_file(tmp_path, monkeypatc
     told = len(tellers)
     time.sleep(0.1)
     assert len(tellers) == told, "nothing new, nothing written"
-    file._is_given_up = True
+    file._is_over = True
     wait_until(lambda: not thread.is_alive())
     # As in a forked child, where it has not survived.
-    file._is_given_up, file._thread_pid = False, 0
+    file._is_over, file._thread_pid = False, 0
     file.changed(False)
     thread = file._thread
     assert thread.is_alive()
@@ -763,7 +764,9 @@ def test_steps_are_told_by_a_thread_that_ends_with_its_file(tmp_path, monkeypatc
 
 
 def test_what_is_told_last_stays(tmp_path, monkeypatch):
-    """A thread that had begun to write when the patch was taken out has not the last word."""
+    """A thread that had begun to write when the patch was taken out has not the last word, nor has a hook
+    that somebody else's wrapper still calls.
+    """
     from kvlab.patch.runtime import Runtime
 
     monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
@@ -783,10 +786,15 @@ def test_what_is_told_last_stays(tmp_path, monkeypatch):
     file.changed(False)
     assert begun.wait(10)
     strategy[0] = "off"
+    file.end()
+    assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+    # Applied anew: the file is the next one's.
+    runfiles.RunFile(lambda: {"strategy": "fast"}, runtime).changed(True)
     file.changed(True)
-    assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+    file.changed(False)
+    file.end()
     time.sleep(0.4)
-    assert [s["strategy"] for s in runfiles.running(30000)] == ["off"]
+    assert [s["strategy"] for s in runfiles.running(30000)] == ["fast"]
 
 
 @pytest.mark.parametrize("what", ["a disk", "a thread", "status"])
@@ -818,6 +826,63 @@ def test_what_cannot_be_told_costs_no_step_and_leaves_nothing(what, tmp_path, mo
     file.changed(False)
     file.changed(True)
     assert len(caplog.messages) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_was_full_is_tried_again_ever_more_rarely(tmp_path, monkeypatch, caplog):
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    now, tries, is_full = [1000.0], [], True
+
+    def replace(part, path):
+        tries.append(now[0])
+        if is_full:
+            raise OSError("full")
+        return os.replace(part, path)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(runfiles, "time", clock)
+    runtime = Runtime("exact", is_strict=False, version="0.5.23")
+    runtime.server = {"port": 30000}
+    file = runfiles.RunFile(lambda: {"steps": 7}, runtime)
+    while now[0] < 20_000:
+        file.changed(True)
+        now[0] += 10
+    waits = [after - before for before, after in itertools.pairwise(tries)]
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600, 3600]
+    assert (list(tmp_path.iterdir()), len(caplog.messages)) == ([], 1)
+    is_full = False
+    now[0] += 3600
+    file.changed(True)
+    assert [s["steps"] for s in runfiles.running(30000)] == [7]
+    is_full = True
+    told = len(tries)
+    file.changed(True)
+    now[0] += 61
+    file.changed(True)
+    assert len(tries) == told + 2, "a new failure is waited for anew"
+
+
+def test_what_a_killed_process_had_not_renamed_is_swept(tmp_path, monkeypatch):
+    from kvlab.patch.runtime import Runtime
+
+    monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    before = time.time() - 3600
+    # Killed; writing still, however slowly; of a container that shares the folder, at it; nobody's number.
+    for name, written in ((gone.pid, before), (1, before), ("900000000", None), ("x", before)):
+        part = tmp_path / f".{name}.part"
+        part.write_text("{")
+        if written is not None:
+            os.utime(part, (written, written))
+    runtime = Runtime("exact", is_strict=False, version="0.5.23")
+    runtime.server = {"port": 30000}
+    file = runfiles.RunFile(dict, runtime)
+    file.changed(True)
+    assert {f.name for f in tmp_path.iterdir()} == {".1.part", ".900000000.part", f"{os.getpid()}.json"}
 
 
 def test_a_process_that_ends_while_it_is_told_of_leaves_no_file(tmp_path):

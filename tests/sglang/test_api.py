@@ -83,7 +83,7 @@ def test_off_is_recorded(monkeypatch):
     assert patch.apply("exact")["strategy"] == "exact"
 
 
-def test_what_a_third_party_put_on_top_stays_and_still_works():
+def test_what_a_third_party_put_on_top_stays_and_still_works(tmp_path):
     its = World("fa3", max_bs=2).fill()
     its.allot(0, 5)
     batch = its.batch(ForwardMode.DECODE, [5])
@@ -99,13 +99,22 @@ def test_what_a_third_party_put_on_top_stays_and_still_works():
         return ours(self, *args, **kwargs)
 
     cls.forward_decode = theirs
+    runtime = api._patch.runtime
+    runtime.server = {"port": 30000}
     try:
         patch.remove()
+        run_file = tmp_path / "run" / f"{os.getpid()}.json"
+        said = run_file.read_bytes()
+        assert json.loads(said)["strategy"] == "off"
+        # A hook that is called all the same: what was removed says nothing any more.
+        runtime.counters.fallback("late")
+        runtime.on_change(True)
+        assert run_file.read_bytes() == said
         assert cls.forward_decode is theirs
         assert torch.equal(its.attend(batch, "decode", tensors), want)
         assert patch.status()["counters"]["calls"] == {}
     finally:
-        cls.forward_decode = original
+        cls.forward_decode, runtime.server = original, {}
 
 
 @pytest.mark.parametrize("family", ["flashinfer_mla", "fa3"])
