@@ -1,6 +1,6 @@
 """kvlab merely installed, SGLang's own servers: is it in place, are tokens the same, what do faults do?
 
-    python tests/gpu/prove_serve.py weights FOLDER [--layers 6] [--tp 8] [--nextn]
+    python tests/gpu/prove_serve.py weights FOLDER [--layers 6] [--tp 8] [--nextn] [--dummy] [--split]
     python tests/gpu/prove_serve.py engines FOLDER OUT CASE… [--at-once 4]
     python tests/gpu/prove_serve.py http FOLDER OUT
     python tests/gpu/prove_serve.py loaded FOLDER OUT off,exact [--together 2]
@@ -44,6 +44,7 @@ def main() -> int:
     weights.add_argument("--tp", type=int, default=8)
     weights.add_argument("--nextn", action="store_true")
     weights.add_argument("--dummy", action="store_true")
+    weights.add_argument("--split", action="store_true")
     for name in ("engines", "http", "one"):
         its = commands.add_parser(name)
         its.add_argument("folder", type=Path)
@@ -86,6 +87,8 @@ def weights_of(asked: argparse.Namespace) -> int:
         return 0
     config = dummy.rank_config(models.load(asked.model), tp=asked.tp, layers=asked.layers)
     config["num_nextn_predict_layers"] = int(asked.nextn)
+    if asked.split:
+        config |= split(config)
     start = time.perf_counter()
     dummy.write_rank(asked.folder, config)
     if not asked.dummy:
@@ -93,6 +96,16 @@ def weights_of(asked: argparse.Namespace) -> int:
         size = checkpoint.write_weights(asked.folder, device=device)
         print(f"{asked.folder}: {size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s", flush=True)
     return 0
+
+
+def split(config: dict[str, Any]) -> dict[str, Any]:
+    """What makes a rank Sarvam's: the layers with MLA whose prefill SGLang runs a few at a time."""
+    return {
+        "architectures": ["SarvamMLAForCausalLM"],
+        "num_experts": config["n_routed_experts"],
+        "num_shared_experts": config["n_shared_experts"],
+        "pad_token_id": config["eos_token_id"],
+    }
 
 
 def engines(asked: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_modes import MODES
+
 LENGTHS = (7, 33, 130, 515, 1500)
 POOL = 65_536
 
@@ -26,6 +28,16 @@ class Case:
     """The fault begins after the first requests."""
     altered: bool = False
     """SGLang's source is not what kvlab knows."""
+    then: str = ""
+    """What happens after the first answers: "evict", "update" or "release"."""
+    model: str = ""
+    """The rank whose folder's name ends so."""
+    holds: bool = False
+    """Requests that come together wait for each other, so that every server batches them alike."""
+    shows: tuple[str, ...] = ()
+    """What serve_witness.py must have counted for the mode to have been on."""
+    repeats: str = ""
+    """The server whose answers tell whether the unpatched one repeats itself."""
 
 
 OFF = {"KVLAB_PATCH": "off"}
@@ -124,6 +136,36 @@ CASES: dict[str, Case] = {
 }
 
 
+def _modes() -> dict[str, Case]:
+    """Of each mode a server without the patch, in some a second one, and one or two with it."""
+    cases: dict[str, Case] = {}
+    for name, mode in MODES.items():
+        env = mode.env | {"KVLAB_TEST_FAULT": ",".join(("witness", *mode.faults))}
+        again = f"{name}_off_again" if mode.repeats else ""
+        common = Case(
+            env,
+            {"mem_fraction_static": 0.95, **IN_TURN, **mode.args},
+            against=f"{name}_off",
+            mixed=mode.mixed,
+            shares=not mode.alone,
+            then=mode.then,
+            model=mode.model,
+            holds=True,
+            shows=mode.shows,
+            repeats=again,
+        )
+        cases[f"{name}_off"] = replace(common, env=OFF | env, against="")
+        if again:
+            cases[again] = replace(common, env=OFF | env)
+        cases[name] = common
+        if mode.fast:
+            cases[f"{name}_fast"] = replace(common, env=env | {"KVLAB_PATCH": "fast"})
+    return cases
+
+
+CASES |= _modes()
+
+
 def prompt(length: int, changed: int | None = None) -> list[int]:
     ids = [100 + (length * 7 + i * 17 + i * i) % 9000 for i in range(length)]
     if changed is not None:
@@ -131,4 +173,6 @@ def prompt(length: int, changed: int | None = None) -> list[int]:
     return ids
 
 
+# Together more than the pool of the case that evicts.
+FILL = [prompt(n) for n in range(1901, 1906)]
 CROWD = [prompt(n, changed) for n in LENGTHS for changed in (None, 3, 5)]

@@ -24,14 +24,31 @@ def seeded_dummy_weights() -> None:
 
     module = "sglang.srt.model_loader.loader"
 
-    def seed(_: Any) -> None:
+    def seed(loader: Any) -> None:
         # For the life of the process: nobody leaves this block.
         dummy.seeded_dummy_weights().__enter__()
+        seeded = loader.initialize_dummy_weights
+
+        def and_derived(model: Any, *args: Any, **kwargs: Any) -> None:
+            seeded(model, *args, **kwargs)
+            # Sarvam's layers keep w_kc and w_vc as DeepSeek's do, but only its `load_weights` derives them.
+            derive = getattr(model, "_set_mla_wkc_wvc", None)
+            if callable(derive):
+                derive()
+
+        loader.initialize_dummy_weights = and_derived
 
     if module in sys.modules:
-        seed(None)
+        seed(sys.modules[module])
     else:
         sys.meta_path.insert(0, AfterImport({module: seed}))
+
+
+def witness() -> None:
+    """No fault: SGLang's own doings are counted."""
+    import serve_witness
+
+    serve_witness.install()
 
 
 def _is_capturing() -> bool:
@@ -199,6 +216,7 @@ FAULTS = {
     f.__name__: f
     for f in (
         seeded_dummy_weights,
+        witness,
         self_check_raises,
         self_check_is_wrong,
         joint_is_wrong,

@@ -68,6 +68,8 @@ def verdict(name: str, said: dict[str, Any], end: dict[str, Any], log: str) -> d
             "complete": sum(len(a) == 32 for a in once),
             "as_again": sum(map(list.__eq__, once, again)),
         }
+    if CASES[name].shows:
+        found["mode"] = mode(name, said)
     if mine.get("rounds"):
         found["rounds"] = repeats(mine, said)
     if "mixed" in mine:
@@ -78,6 +80,40 @@ def verdict(name: str, said: dict[str, Any], end: dict[str, Any], log: str) -> d
             "same_as_off": theirs and sum(a == b for a, b in zip(mine["mixed"], theirs, strict=True)),
         }
     return found
+
+
+def mode(name: str, said: dict[str, Any]) -> dict[str, Any]:
+    """Was the mode on, and, of the answers to questions that came together, how many are the unpatched
+    server's? `unpatched_repeats`: how many of those a second unpatched server repeats, where there is one.
+    """
+    case, mine = CASES[name], said[name]
+    counted: Counter[str] = Counter()
+    for process in mine.get("witness", []):
+        counted.update(process["counts"])
+    streams = [process["streams"] for process in mine.get("witness", []) if process["streams"]]
+    found: dict[str, Any] = {
+        "is_on": all(counted[what] > 0 for what in case.shows),
+        "counted": dict(sorted(counted.items())),
+        "streams": streams,
+        "then": mine.get("then"),
+    }
+    if case.against in said and "last" in said[case.against]:
+        found["together_as_unpatched"] = together(mine, said[case.against])
+        if case.repeats in said and "last" in said[case.repeats]:
+            unpatched, again = said[case.against], said[case.repeats]
+            found["unpatched_repeats"] = together(unpatched, again) | {"alone": alike(unpatched, again)}
+    return found
+
+
+def together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, int]:
+    """Of the answers to questions that came together: all, and those with the same tokens."""
+    pairs = [
+        pair
+        for x, y in ((a["at_once"], b["at_once"]), ([a.get("mixed", [])], [b.get("mixed", [])]))
+        for once, other in zip(x, y, strict=True)
+        for pair in zip(once, other, strict=True)
+    ]
+    return {"answers": len(pairs), "same_tokens": sum(x == y for x, y in pairs)}
 
 
 def repeats(mine: dict[str, Any], said: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -26,16 +26,20 @@ def environment(case: Case, name: str, out: Path, plugin: Path) -> dict[str, str
         "PYTHONPATH": os.pathsep.join(path),
         "KVLAB_RUN_DIR": str(run),
         "KVLAB_TEST_TRIGGER": str(run) + ".trigger",
+        "KVLAB_TEST_WITNESS": str(run) + ".witness",
         **({"KVLAB_CACHE": str(run) + ".cache"} if "nvrtc" in name else {}),
         **case.env,
     }
 
 
 def plugin_folder(folder: Path) -> Path:
-    """An installed distribution with one entry point, beside kvlab's: the faults of serve_faults.py."""
+    """An installed distribution with one entry point, beside kvlab's: the faults of serve_faults.py, the
+    witness.
+    """
     info = folder / "kvlab_test-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).with_name("serve_faults.py"), folder / "serve_faults.py")
+    for name in ("serve_faults.py", "serve_witness.py"):
+        shutil.copy(Path(__file__).with_name(name), folder / name)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvlab-test\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nkvlab_test = serve_faults:install\n")
     return folder
