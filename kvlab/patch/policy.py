@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvlab import variables
 from kvlab.errors import BadInput
 
 POLICIES = ("exact", "fast")
 STRATEGIES = ("shadow", "gather", "replan", "fused", "native", "stock")
 CHOICES = (*POLICIES, *STRATEGIES, "off")
-VARIABLES = ("KVLAB_PATCH", "KVLAB_PATCH_STRICT", "KVLAB_RUN_DIR")
-# Of other parts of kvlab.
-_OTHERS = ("KVLAB_API_KEY", "KVLAB_BOOK", "KVLAB_CACHE", "KVLAB_COMMIT", "KVLAB_DATA")
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 # Stock casts 495,552 slots in 827.8 us and one launch of the active-rows cast takes 5.4 us in the decode loop
@@ -81,12 +79,13 @@ def is_set(name: str, value: str | None) -> bool:
 
 def misspelt(names: Iterable[str]) -> list[str]:
     """Of environment variables, a clause for each that is nearly one of ours: it says nothing to anybody."""
-    near = [n for n in names if n.upper().startswith("KV") and n not in (*VARIABLES, *_OTHERS)]
+    ours = variables.SERVER | variables.OTHERS
+    near = [n for n in names if n.upper().startswith("KV") and n not in ours]
     found = []
     for name in sorted(near):
         import difflib
 
-        meant = difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.8)
+        meant = difflib.get_close_matches(name.upper(), variables.SERVER, n=1, cutoff=0.8)
         if meant:
             found.append(f"{name} is no variable of kvlab's; is {meant[0]} meant?")
     return found

@@ -1,5 +1,6 @@
 """The patch from outside: a made-up SGLang on sys.path, a made-up server on the loopback interface."""
 
+import ast
 import contextlib
 import gc
 import http.server
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import kvlab
-from kvlab import cli
+from kvlab import cli, variables
 from kvlab.errors import BadInput
 from kvlab.patch import runfiles, verify
 
@@ -177,9 +178,9 @@ def test_status_refuses_variables_that_no_server_starts_with(wrong, sglang, run,
 
 
 def test_a_misspelt_variable_is_told(sglang, run, monkeypatch, caplog):
-    from kvlab.patch import api, policy
+    from kvlab.patch import api
 
-    for name in policy.VARIABLES:
+    for name in variables.SERVER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KVLAB_STRICT", "1")
     monkeypatch.setenv("KVLAB_CACHE", "x")
@@ -202,6 +203,7 @@ def test_a_misspelt_variable_is_told(sglang, run, monkeypatch, caplog):
         ("KVLABPATCH", "KVLAB_PATCH"),
         ("KVLAB_PATCH_STRCT", "KVLAB_PATCH_STRICT"),
         ("KVLAB_RUNDIR", "KVLAB_RUN_DIR"),
+        ("KVLAB_CASHE", "KVLAB_CACHE"),
         ("KVLAB_DATA", None),
         ("KVLAB_CACHE", None),
         ("KVLAB_SITE_NAME", None),
@@ -215,7 +217,21 @@ def test_only_what_is_nearly_ours_is_misspelt(name, meant):
     assert [line.split("is ")[-1].split()[0] for line in policy.misspelt([name])] == [meant][
         : meant is not None
     ]
-    assert policy.misspelt(policy.VARIABLES) == []
+
+
+def test_every_variable_that_is_read_anywhere_is_declared():
+    """Else a new one would be called a misspelt old one. Strings and keywords of the package's code."""
+    from kvlab.patch import policy
+
+    read = set()
+    for path in Path(kvlab.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.value if isinstance(node, ast.Constant) else getattr(node, "arg", None)
+            if isinstance(name, str) and re.fullmatch("KVLAB_[A-Z_]+", name) and path.stem != "variables":
+                read.add(name)
+    declared = {**variables.SERVER, **variables.OTHERS}
+    assert read == declared.keys()
+    assert policy.misspelt(declared) == []
 
 
 def test_a_server_started_from_an_sglang_that_is_not_there(tmp_path, run, no_sglang, monkeypatch):
