@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rig.world import TRANSLATES, ForwardMode, Shape, World, flashinfer_mla
+from rig.world import TRANSLATES, ForwardMode, Shape, World, fa3, flashinfer_mla
 
 from kvlab import patch
 from kvlab.kernels.active import ActiveSlots
@@ -122,6 +122,22 @@ def test_target_verify_replay(family, strategy, frozen):
     capture = world.verify_batch([1] * 4, 3)
     batches = [world.verify_batch([n + more for n in LENGTHS], 3) for more in (0, 2)]
     assert_pairs(replayed(world, capture, batches, "extend", strategy))
+
+
+@pytest.mark.skipif(
+    not hasattr(fa3.FlashAttentionBackend, "_init_full_cg_prefill_metadata"),
+    reason="a prefill is captured whole, its attention too, from 0.5.15 on",
+)
+@pytest.mark.parametrize("strategy", ["shadow", "gather"])
+def test_a_prefill_that_is_captured_whole(strategy, frozen):
+    """One table for all shapes; the slots that the batch does not fill have no tokens at all."""
+    world = world_of("fa3")
+    capture = world.batch(ForwardMode.EXTEND, [24, 0, 0, 0], prefix=[0] * 4)
+    some = world.batch(ForwardMode.EXTEND, [5, 17, 9, 0], prefix=[0, 6, 1, 0])
+    # One request with a long prefix: its row of the table was shorter before, the others' are stale.
+    one = world.batch(ForwardMode.EXTEND, [40, 0, 0, 0], prefix=[20, 0, 0, 0], requests=[3, 0, 0, 0])
+    assert_pairs(replayed(world, capture, [some, one], "extend", strategy))
+    assert [type(its) for its in frozen.values()] == [Reads]  # stock's would be the same for nothing
 
 
 @pytest.mark.parametrize("family", FAMILIES)
