@@ -86,11 +86,11 @@ def verify(
     """Ask a live server for greedy tokens and its step time; with --against, compare. Exit code 1: tokens
     differ.
     """
+    from kvlab import outputs
     from kvlab.patch import verify as check
 
     before = check.load(against) if against is not None else None
-    if save is not None:
-        check.check_save(save)
+    outputs.check("--save", save)
     measured = check.measure(url, new_tokens, api_key)
     if save is not None:
         check.save(save, measured)

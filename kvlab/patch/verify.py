@@ -8,7 +8,6 @@ and another batch is another rounding.
 import contextlib
 import http.client
 import json
-import os
 import socket
 import statistics
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvlab import outputs
 from kvlab.errors import BadInput
 from kvlab.patch.saying import one_line
 
@@ -133,24 +133,9 @@ def _is_measured(found: dict[str, Any]) -> bool:
     )
 
 
-def check_save(path: Path) -> None:
-    """Raises BadInput where `save` could not write: before a server is asked, not after."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise BadInput(f"{path}: cannot be written; give --save a file in a folder that can be written")
-
-
 def save(path: Path, measured: dict[str, Any]) -> None:
     """Write whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as e:
-        part.unlink(missing_ok=True)
-        raise BadInput(
-            f"{path}: {e.strerror or e}; give --save a file in a folder that can be written"
-        ) from None
+    outputs.write("--save", path, json.dumps(measured, indent=1) + "\n")
 
 
 def local_status(url: str) -> dict[str, Any] | None:
