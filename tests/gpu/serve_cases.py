@@ -144,7 +144,8 @@ def _modes() -> dict[str, Case]:
         again = f"{name}_off_again" if mode.repeats else ""
         common = Case(
             env,
-            {"mem_fraction_static": 0.95, **IN_TURN, **mode.args},
+            # Many start at once: multiplexing captures each size once a pair of streams.
+            {"mem_fraction_static": 0.95, "cuda_graph_bs_decode": [1, 4, 16], **IN_TURN, **mode.args},
             against=f"{name}_off",
             mixed=mode.mixed,
             shares=not mode.alone,
