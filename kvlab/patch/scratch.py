@@ -27,6 +27,8 @@ class Scratch:
     lasting: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict)
     # Outgrown by a later pool, but captured graphs may still write there.
     outgrown: list[torch.Tensor] = field(default_factory=list)
+    # Made inside a capture, where nothing but a replay could zero it: each call clears what it may not read.
+    unclean: list[torch.Tensor] = field(default_factory=list)
 
     def reserve(self, device: torch.device, lane: str, nbytes: int) -> None:
         """Make the lasting buffer hold `nbytes`; raises torch.OutOfMemoryError where it cannot."""
@@ -35,8 +37,9 @@ class Scratch:
         if have is not None and have.numel() >= nbytes:
             return
         if is_capturing(device):
-            # A memset here would be replayed with the graph; what this buffer holds comes from casts only.
+            # A memset of it all would be replayed with the graph.
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.unclean.append(buffer)
         else:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         if have is not None:

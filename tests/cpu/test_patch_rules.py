@@ -19,6 +19,7 @@ from kvlab.patch.counters import Counters
 from kvlab.patch.policy import Facts, choose, parse
 from kvlab.patch.scratch import Scratch, clear_unread
 from kvlab.patch.seam import DeferredCast, PoolView, put_back
+from kvlab.patch.strategies import Shadow
 
 FACTS = Facts(
     kind="decode",
@@ -284,6 +285,26 @@ def test_scratch_lasts_or_is_given_back():
     again = scratch.rows(cpu, "shared", 5, 8, torch.bfloat16, lasts=False)
     assert again.data_ptr() == first.data_ptr()
     assert scratch.nbytes() == 160
+
+
+def test_scratch_that_a_capture_made_is_cleared_by_each_call(monkeypatch):
+    """Nothing zeroes it as a whole: what attention may load and mask must be finite all the same."""
+    scratch, cpu = Scratch(), torch.device("cpu")
+    monkeypatch.setattr("kvlab.patch.scratch.is_capturing", lambda device: True)
+    monkeypatch.setattr(torch, "empty", lambda *n, **how: torch.full(n, 0x7F, **how))
+    out = scratch.rows(cpu, "shared", 8, 4, torch.bfloat16, lasts=True)
+    active = ActiveSlots.paged(
+        torch.tensor([[1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), 4
+    )
+    call = SimpleNamespace(
+        **{"scratch": scratch, "lane": "shared", "lasts": True, "is_direct": False, "pending": None},
+        **{"reads": SimpleNamespace(tables=[active]), "settle": lambda: None, "kept": {}, "kind": "extend"},
+        **{"backend": type("Backend", (), {"forward_metadata": None})(), "generation": 0},
+        **{"layer": SimpleNamespace(layer_id=0), "is_capturing": True},
+    )
+    Shadow().cast(call, torch.zeros((8, 1, 4), dtype=torch.uint8).view(torch.float8_e4m3fn), torch.bfloat16)
+    assert (out[0] == 0).all()
+    assert (out[4:8] == 0).all()
 
 
 @given(

@@ -34,7 +34,7 @@ class Gather(Plain):
         page_size = found.active.page_size
         count = max(found.rows, page_size)
         compact = call.scratch.rows(rows.device, call.lane, count, rows.shape[-1], dtype, lasts=call.lasts)
-        if not call.lasts:
+        if not call.lasts or call.scratch.unclean:
             clear_unread(compact, [_renamed(found)])
         return casts.gather(rows, compact, found)
 
@@ -46,6 +46,8 @@ class Gather(Plain):
             last, its.found = its.found, None
             its.found = casts.slot_map(call.reads.tables[0], call.facts.slots, last)
             if call.is_capturing:
+                is_last_s = last is not None and its.found.workspace is last.workspace
+                its.is_graph_s = not is_last_s
                 self._captured.append(its.found)
         return its.found
 

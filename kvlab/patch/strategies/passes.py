@@ -18,7 +18,8 @@ class Pass:
     """`layers`: how many were seen so far; `layers_before`: how many the pass before it had.
 
     `found`: what its strategy keeps, at first what the pass before left; `written`: whose slots it left out
-    of that, because each layer writes them.
+    of that, because each layer writes them. `is_graph_s`: `found` was made inside a capture, so the replays
+    of that graph zero it, and nobody else may count on that.
     """
 
     generation: int
@@ -30,6 +31,7 @@ class Pass:
     layers_before: int = 0
     found: Any = None
     written: torch.Tensor | None = None
+    is_graph_s: bool = False
 
 
 class Passes:
@@ -59,7 +61,8 @@ class Passes:
             return last
         fresh = Pass(call.generation, metadata, call.is_capturing, tables, layer)
         if last is not None:
-            fresh.layers_before, fresh.found = last.layers, last.found
+            fresh.layers_before = last.layers
+            fresh.found = None if last.is_graph_s else last.found
         of_backend[key] = fresh
         return fresh
 

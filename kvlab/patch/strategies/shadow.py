@@ -41,7 +41,7 @@ class Shadow(Plain):
         out = call.scratch.rows(rows.device, call.lane, slots, width, dtype, lasts=call.lasts)
         if call.is_direct:
             return self._direct(call, rows, out)
-        if not call.lasts:
+        if not call.lasts or call.scratch.unclean:
             clear_unread(out, call.reads.tables)
         its = self._passes.of(call)
         # The first pass of all learns at its second layer that there are several.
@@ -54,6 +54,7 @@ class Shadow(Plain):
             if its.written is not None:
                 casts.without(found, its.written)
             its.found = found
+            its.is_graph_s = call.is_capturing and found is not last
             if call.is_capturing and all(its.found is not kept for kept in self._captured):
                 self._captured.append(its.found)
         is_listed = its.found is not None and its.layers >= begins
