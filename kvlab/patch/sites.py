@@ -28,6 +28,10 @@ _SHAPES = ("shape", "dtype", "device")
 _KERNELS = ("run", "flash_attn_with_kvcache")
 
 
+# Decorators that leave a method what it is.
+_PLAIN = ("torch.no_grad()", "torch.inference_mode()", "torch.compiler.disable", "override")
+
+
 @dataclass(frozen=True)
 class Family:
     """One attention backend: where it lives and which attributes its adapter reads, by call kind."""
@@ -137,9 +141,16 @@ def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
     cls = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == family.cls), None)
     if cls is None:
         return site.left(f"{family.path} has no class {family.cls}")
+    if _is_bound_again(tree.body, family.cls):
+        return site.left(f"{family.path} defines {family.cls} more than once")
     method = next((n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == site.method), None)
     if method is None:
         return site.left(f"{family.cls} has no {site.method}")
+    if _is_bound_again(cls.body, site.method):
+        return site.left(f"{family.cls} defines {site.method} more than once")
+    around = [d for d in map(ast.unparse, method.decorator_list) if d not in _PLAIN]
+    if around:
+        return site.left(f"{site.method} is decorated with {around[0]}")
     if tuple(a.arg for a in method.args.args[: len(_SIGNATURE)]) != _SIGNATURE:
         return site.left(f"{site.method} does not begin with ({', '.join(_SIGNATURE)})")
     casts = list(pool_casts(method))
@@ -165,6 +176,19 @@ def recognise(family: Family, site: Site, tree: ast.Module) -> Site:
     if (untold := why_untold(cls)) is not None:
         return replace(site.left(untold), line=line)
     return replace(site, state=RECOGNISED, line=line, holder=holder)
+
+
+def _is_bound_again(body: list[ast.stmt], name: str) -> bool:
+    return sum(name in _binds(node) for node in body) > 1
+
+
+def _binds(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module's or class's body gives a value, in its branches too."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+        return set().union(*(_binds(n) for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)))
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 def pool_casts(method: ast.FunctionDef) -> Iterator[tuple[int, str]]:

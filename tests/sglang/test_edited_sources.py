@@ -165,6 +165,38 @@ def test_metadata_that_is_told_otherwise_is_left_alone(family, old, new, why):
         assert why in site.reason
 
 
+TWICE = [
+    (
+        r"(?m)^    def forward_decode\(",
+        r"    @torch.compile\n    def forward_decode(",
+        "decorated with torch.compile",
+    ),
+    (r"(?m)^    def forward_decode\(", r"    forward_decode = 1\n    def forward_decode(", "more than once"),
+    (
+        r"(?m)^    def forward_decode\(",
+        r"    if 1: forward_decode = 1\n    def forward_decode(",
+        "more than once",
+    ),
+    (
+        r"(?m)^class (Fla\w+Backend)\(AttentionBackend",
+        r"class \1: 1\nclass \1(AttentionBackend",
+        "more than once",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "why"), TWICE)
+@pytest.mark.parametrize("family", MODULES)
+def test_a_method_that_is_not_only_what_stands_there_is_left_alone(family, old, new, why):
+    plain = edited_sites(
+        family, r"(?m)^    def forward_decode\(", r"    @torch.no_grad()\n    def forward_decode("
+    )
+    assert plain[0].state == sites.RECOGNISED
+    (decode, _) = edited_sites(family, old, new)
+    assert decode.state == sites.LEFT_ALONE
+    assert why in decode.reason
+
+
 def kernels(fork):
     """Where the attention library's entry point is looked up."""
     if fork.family.name == "flashinfer_mla":
