@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from kvlab.kernels.active import ActiveSlots
+from kvlab.patch import server
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class FlashInferMLA:
         source = indices, indptr, static, q_indptr
         if last is not None and len(last.source) == 4 and all(map(operator.is_, last.source, source)):
             return last
+        if not wrapper._use_cuda_graph and server.overlaps_plans():
+            # Graphs or not: as in `server.outside`.
+            return Stock("plans on a stream of their own, outside a graph")
         if static is not None:
             indptr = static[: indptr.numel()]
         if indices.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int32:

@@ -3,6 +3,7 @@
 Decisions are made once a backend and call kind, before capture, and logged in one line.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,11 @@ class Runtime:
             self.chosen.update({f"{family}.{kind}": Choice("stock", outside) for kind in kinds})
             self._unserved(family, f"{' and '.join(kinds)} left to stock: {outside}")
             return
+        if "decode" in kinds and (traced := server.traced_by_compile(state.server_args)) is not None:
+            line = f"SGLang {self.version}, {family}: {traced}"
+            if self.is_strict and self.asked != "stock":
+                raise UnservedBackend(f"kvlab: KVLAB_PATCH_STRICT: {line}")
+            self.say(line)
         with self.trust.together(rows.device):
             self._decide_all(family, kinds, backend, model_runner, pool, rows)
         if rows.device.type == "cuda":
@@ -231,10 +237,17 @@ class Runtime:
         """The strategy for such calls, decided once."""
         found = state.choices.get(facts)
         if found is None or found.strategy in self.trust.broken:
-            found = policy.choose(self.asked, facts, self.trust.refusal)
+            found = policy.choose(self.asked, facts, functools.partial(self._refusal, state))
             state.choices[facts] = found
             self.chosen[f"{facts.family}.{facts.kind}"] = found
         return found
+
+    def _refusal(self, state: BackendState, strategy: str, facts: Facts) -> str | None:
+        """Why `strategy` may not have such calls of this backend, or None."""
+        if not self.strategies[strategy].is_exact and server.is_deterministic(state.server_args):
+            # A request's bits must not depend on who is served beside it: how a long one is cut does.
+            return "deterministic inference"
+        return self.trust.refusal(strategy, facts)
 
     def native_kv_dtype(self, backend: Any) -> torch.dtype | None:
         """The KV dtype to plan decode with where `native` serves it, else None."""

@@ -55,14 +55,29 @@ def outside(server_args: Any, has_graphs: bool) -> str | None:
     """What the whole server does that leaves every call to stock."""
     if (getattr(server_args, "dcp_size", 1) or 1) > 1:
         return "decode context parallelism"
-    if not has_graphs and _overlaps_plans():
+    if not has_graphs and overlaps_plans():
         # An eager plan's kv_indptr is the backend's own buffer, which the next plan may be rewriting.
         return "plans on a stream of their own, graphs off"
     return None
 
 
-def _overlaps_plans() -> bool:
-    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes")
+def is_deterministic(server_args: Any) -> bool:
+    """Was the same answer asked for whatever the batch?"""
+    return bool(getattr(server_args, "enable_deterministic_inference", False))
+
+
+def traced_by_compile(server_args: Any) -> str | None:
+    """Which steps torch.compile traces, with stock's casts in them; None where it traces none."""
+    if not getattr(server_args, "enable_torch_compile", False):
+        return None
+    most = getattr(server_args, "torch_compile_max_bs", None)
+    which = f"of up to {most} requests " if isinstance(most, int) else ""
+    return f"decode steps {which}that torch.compile traces are left to stock"
+
+
+def overlaps_plans() -> bool:
+    """Does SGLang plan a step on a stream of its own, beside the step before it?"""
+    return os.environ.get("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0").lower() in ("1", "true", "yes", "y")
 
 
 def lane(server_args: Any, kind: str) -> str:

@@ -39,7 +39,7 @@ def refusal(pool: Any) -> str | None:
         return f"rows of {pool.dtype} stored as {pool.store_dtype}"
     if getattr(pool, "requires_physical_write_loc", False):
         return "the pool checks its write locations"
-    if os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "0").lower() in ("1", "true", "yes"):
+    if os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "0").lower() in ("1", "true", "yes", "y"):
         return "SGLANG_ENABLE_ASYNC_ASSERT checks write locations"
     return None
 

@@ -348,6 +348,41 @@ def test_plan_stream_overlap_with_graphs_is_served(monkeypatch):
             assert same([its.attend(batch, "decode", tensors, save=False)], [got])
 
 
+def test_plan_stream_overlap_keeps_what_no_graph_holds_on_stock(monkeypatch):
+    """A batch too large for the graphs: its plan's kv_indptr is the backend's own buffer all the same."""
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    its = ready("flashinfer_mla")
+    with patch.applied("shadow"):
+        its.graphs()
+        batch = planned(its)
+        its.attend(batch, "decode", its.tensors(batch))
+        counters = patch.status()["counters"]
+    assert counters["calls"] == {"flashinfer_mla.decode": {"stock": 1}}
+    assert counters["fallbacks"] == {"plans on a stream of their own, outside a graph": 1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_inference_takes_no_kernel_of_another_rounding(family, monkeypatch):
+    monkeypatch.setattr(world.server_args(), "enable_deterministic_inference", True)
+    with patch.applied("fast"):
+        World(family, slots=8192)
+        assert patch.status()["chosen"][f"{family}.decode"] == {
+            "strategy": "shadow",
+            "reason": "not fused: deterministic inference",
+        }
+
+
+def test_steps_that_torch_compile_traces_are_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(world.server_args(), "enable_torch_compile", True, raising=False)
+    monkeypatch.setattr(world.server_args(), "torch_compile_max_bs", 32, raising=False)
+    with patch.applied("exact"):
+        World("fa3", slots=8192)
+    assert "fa3: decode steps of up to 32 requests that torch.compile traces are left to stock" in caplog.text
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    with patch.applied("exact"), pytest.raises(SystemExit, match="compile traces"):
+        World("fa3", slots=8192)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_prefill_writes_a_scratch_that_lasts(family, monkeypatch):
     monkeypatch.setattr("kvlab.patch.calls.is_capturing", lambda device: True)
