@@ -24,9 +24,11 @@ def refusal(pool: Any) -> str | None:
     plain = getattr(memory_pool, "MLATokenToKVPool", None)
     if plain is None:
         return "SGLang's MLATokenToKVPool is not loaded"
-    own = ("set_mla_kv_buffer", "_write_mla_kv_buffer", "_scatter_mla_rows")
-    if any(getattr(type(pool), n, None) is not getattr(plain, n, None) for n in own):
-        return f"{type(pool).__name__} has its own KV write"
+    # `get_key_buffer`: a copy that somebody makes there must hold rows that would wait for their cast.
+    own = ("set_mla_kv_buffer", "_write_mla_kv_buffer", "_scatter_mla_rows", "get_key_buffer")
+    for name in own:
+        if getattr(type(pool), name, None) is not getattr(plain, name, None):
+            return f"{type(pool).__name__} has its own {name}"
     its_module = vars(sys.modules[plain.__module__])
     for name in own:
         # Whoever put another one there wants each write to come to it.

@@ -4,6 +4,7 @@ import functools
 import logging
 
 import pytest
+import torch
 from rig.world import ForwardMode, World, fa3, memory_pool
 
 from kvlab import patch
@@ -122,3 +123,29 @@ def test_a_hook_on_the_kv_write_sees_every_write(where, monkeypatch):
         world.plan(batch)
         world.attend(batch, "decode", world.tensors(batch))
         assert (patch.status()["counters"]["kv_writes"], len(seen)) == ({"stock": 1}, 1)
+
+
+@pytest.mark.parametrize("where", ["class", "pool"])
+@pytest.mark.parametrize("strategy", ["shadow", "gather"])
+def test_rows_that_a_pool_hands_out_as_a_copy_hold_the_new_ones(strategy, where, monkeypatch):
+    """The copy is made before a write that waits for its cast."""
+    world = a_world()
+    batch = world.batch(ForwardMode.DECODE, LENGTHS)
+    world.plan(batch)
+    tensors = world.tensors(batch)
+    before = [b.clone() for b in world.pool.kv_buffer]
+    want = world.attend(batch, "decode", tensors)
+    real = memory_pool.MLATokenToKVPool.get_key_buffer
+    for buffer, was in zip(world.pool.kv_buffer, before, strict=True):
+        buffer.copy_(was)
+    if where == "class":
+        monkeypatch.setattr(
+            memory_pool.MLATokenToKVPool, "get_key_buffer", lambda its, layer: real(its, layer).clone()
+        )
+    else:
+        monkeypatch.setattr(
+            world.pool, "get_key_buffer", lambda layer: real(world.pool, layer).clone(), raising=False
+        )
+    with patch.applied(strategy):
+        assert torch.equal(world.attend(batch, "decode", tensors), want)
+        assert patch.status()["counters"]["calls"] == {"fa3.decode": {strategy: 1}}
