@@ -12,11 +12,11 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlab import outputs
 from kvlab.errors import BadInput
 from kvlab.models import MlaGeometry, rank
 
@@ -108,21 +108,10 @@ def write_rank(folder: str | os.PathLike[str], config: dict[str, Any]) -> Path:
     BadInput where `folder` exists and is not an empty folder, or cannot be written.
     """
     folder = Path(folder)
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadInput(f"--out: {folder} exists and is not an empty folder; name a new one")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
-            inner = Path(made) / "rank"
-            inner.mkdir()
-            for name, content in _files(config).items():
-                text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-                (inner / name).write_text(text, encoding="utf-8")
-            if folder.exists():
-                folder.rmdir()
-            inner.rename(folder)
-    except OSError as e:
-        raise BadInput(f"--out: {folder} cannot be written: {e.strerror}") from None
+    with outputs.new_folder("--out", folder) as made:
+        for name, content in _files(config).items():
+            text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+            outputs.write("--out", made / name, text)
     return folder
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from kvlab import data
+from kvlab import data, outputs
 from kvlab.backends.case import Verdict
 from kvlab.errors import BadInput
 
@@ -244,7 +244,7 @@ def judge_again(found: list[Outcome], logs: Path) -> list[Outcome]:
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
-    out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    outputs.write("--out", out, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -265,6 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="served.json of a folder in data/recorded")
     chosen = parser.parse_args(argv)
+    outputs.check("--out", chosen.out)
     if chosen.merge:
         document = merge(chosen.merge)
         if chosen.logs is not None:

@@ -1,13 +1,11 @@
 """What does a layer's decode attention over FP8 rows cost, for us and for everybody else, how exactly?"""
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from kvlab.bench.attention_results import (
@@ -18,6 +16,7 @@ from kvlab.bench.attention_results import (
     AttentionShape,
     LengthReplay,
     Row,
+    write,
 )
 from kvlab.bench.copies import stream
 from kvlab.bench.peers import BUILDERS, FLASHMLA_PAGE, LATENT, ROPE, Absent, Call, Problem, first_line
@@ -254,14 +253,6 @@ def _shape(
 def _line(shape: AttentionShape) -> str:
     times = (f"{k} {r.us:.1f}" if r.us else f"{k} -" for k, r in shape.results.items())
     return f"{shape.heads} heads, {shape.name}: {', '.join(times)}"
-
-
-def write(path: Path, run: AttentionRun) -> None:
-    """The run as JSON, replaced whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
-    os.replace(part, path)
 
 
 def _copy_tb_s(bench: _Bench) -> float:

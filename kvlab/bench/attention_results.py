@@ -1,9 +1,11 @@
 """What `kvlab bench attention` measures, as data, and what follows from it; needs no torch."""
 
 import math
+from pathlib import Path
 
 import msgspec
 
+from kvlab import outputs
 from kvlab.provenance import Provenance
 
 # Every row of the benchmark and what it is, in the order of its tables.
@@ -101,7 +103,9 @@ class AttentionRun(msgspec.Struct, frozen=True, kw_only=True):
         """Geometric mean over the equal-context shapes of `row` over another row, or over "accurate"."""
         logs = []
         for s in self.shapes:
-            if s.heads != heads or s.lengths is not None or s.results[row].us is None:
+            if s.heads != heads or s.lengths is not None or row not in s.results:
+                continue
+            if s.results[row].us is None:
                 continue
             if over == "accurate":
                 best = s.best_accurate()
@@ -111,3 +115,8 @@ class AttentionRun(msgspec.Struct, frozen=True, kw_only=True):
             if other is not None:
                 logs.append(math.log(s.results[row].us / other))
         return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def write(path: Path, run: AttentionRun) -> None:
+    """The run as JSON, replaced whole or not at all. Raises BadInput."""
+    outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")

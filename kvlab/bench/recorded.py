@@ -1,7 +1,8 @@
-"""Which recorded run is the newest?"""
+"""Which recorded run is the newest, and which part of it was asked for?"""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -9,6 +10,7 @@ from kvlab import data
 from kvlab.errors import BadInput
 
 T = TypeVar("T")
+V = TypeVar("V", int, str)
 
 
 def newest(file: str, kind: type[T]) -> tuple[Path, T]:
@@ -24,3 +26,24 @@ def newest(file: str, kind: type[T]) -> tuple[Path, T]:
     if not found:
         raise BadInput(f"--recorded: no {file} under data/recorded; measure on a GPU instead")
     return max(found, key=lambda f: f[1].provenance.date)
+
+
+def given(context: Any) -> set[str]:
+    """The options of a command, by their names, that were given on its command line."""
+    return {n for n in context.params if (s := context.get_parameter_source(n)) and s.name == "COMMANDLINE"}
+
+
+def refuse_others(context: Any, *narrows: str) -> None:
+    """BadInput for an option beside --recorded that neither narrows what is shown nor says how it is."""
+    for name in sorted(given(context) - {*narrows, "recorded", "json", "html", "out"}):
+        option = f"--{name.replace('_', '-')}"
+        raise BadInput(f"{option}: is for measuring, and --recorded shows a run that was made; leave one out")
+
+
+def there(option: str, wanted: Iterable[V], found: Iterable[V]) -> set[V]:
+    """`wanted`, if all of it is among what the recorded run has of it. Raises BadInput."""
+    wanted, found = set(wanted), set(found)
+    for one in sorted(wanted - found, key=str):
+        has = ", ".join(map(str, sorted(found))) or "none"
+        raise BadInput(f"{option}: {one} is not in the recorded run, which has {has}")
+    return wanted

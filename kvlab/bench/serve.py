@@ -80,9 +80,6 @@ def measure(
         seeded_dummy_weights=is_seeded,
         servers=[],
     )
-    # Before minutes are spent: a file that cannot be written is said now.
-    if out is not None:
-        write(out, run)
     with tempfile.TemporaryDirectory(prefix="kvlab-serve-") as folder, loader(python, asked.api_key) as load:
         for at in range(0, len(strategies), together):
             group = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from kvlab import outputs
 from kvlab.errors import BadInput
 from kvlab.provenance import Provenance
 
@@ -101,11 +102,5 @@ def joined(paths: Sequence[Path]) -> ServeRun:
 
 
 def write(path: Path, run: ServeRun) -> None:
-    """Write whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
-        part.replace(path)
-    except OSError as e:
-        part.unlink(missing_ok=True)
-        raise BadInput(f"--out: {path}: {e.strerror or e}; name a file in a folder that exists") from None
+    """Write whole or not at all. Raises BadInput."""
+    outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from kvlab import outputs
 from kvlab.errors import BadInput
 from kvlab.provenance import Provenance
 
@@ -154,10 +155,5 @@ def read(path: Path) -> StepRun:
 
 
 def write(path: Path, run: StepRun) -> None:
-    """`path` as a whole or not at all."""
-    made = path.with_name(f".{path.name}.part")
-    try:
-        made.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
-        made.replace(path)
-    except OSError as e:
-        raise BadInput(f"--out: {path} cannot be written: {e.strerror or e}") from None
+    """`path` as a whole or not at all. Raises BadInput."""
+    outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")

@@ -43,8 +43,10 @@ def report(
     bandwidth: float | None = BANDWIDTH,
 ) -> None:
     """Explain a trace: classes, the full-pool KV cast, its cousins, and the step without it."""
+    from kvlab import outputs
     from kvlab.trace import console
 
+    outputs.check("--html", html)
     found = [pair for file in files for pair in _reports(file, bandwidth, sglang)]
     if html:
         from kvlab.trace.page import write_report
@@ -63,9 +65,11 @@ def diff(
     as_json: bool = JSON,
 ) -> None:
     """Compare two traces per step: by class and kernel, what appeared, what vanished."""
+    from kvlab import outputs
     from kvlab.trace import console
     from kvlab.trace.diff import diff_ranks
 
+    outputs.check("--html", html)
     one, two = ([r for f in _files(path) for _, r in _reports(f, None, None)] for path in (before, after))
     change = diff_ranks(one, two)
     if html:

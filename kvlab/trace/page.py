@@ -2,13 +2,12 @@
 
 import contextlib
 import html
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvlab import outputs
 from kvlab.errors import BadInput
 from kvlab.trace import figures
 from kvlab.trace.diff import Diff
@@ -54,26 +53,7 @@ def write(path: str | Path, title: str, parts: Sequence[tuple[str, Any]]) -> Non
         f"<title>{html.escape(title)}</title><style>{_CSS}</style>"
         f"<script>{get_plotlyjs()}</script></head><body>{''.join(body)}</body></html>"
     )
-    _replace(Path(path), text)
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as e:
-        raise BadInput(
-            f"--html: cannot write {path}: {e.strerror}; give a file in a folder that exists"
-        ) from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(made, 0o666 & ~umask)
-        os.replace(made, path)
-    except OSError as e:
-        os.unlink(made)
-        raise BadInput(f"--html: cannot write {path}: {e.strerror}; give a file name") from None
+    outputs.write("--html", Path(path), text)
 
 
 def write_report(path: str | Path, found: Sequence[tuple[Trace, Report]]) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvlab import outputs
 from kvlab.errors import BadInput
 from kvlab.trace.profiler import Server, decoding, post, server_info, stop_profiler
-from kvlab.trace.recording import Try, folder_made, keep, name_of, shape_of
+from kvlab.trace.recording import Try, keep, name_of, shape_of
 from kvlab.trace.thin import leave_out
 
 __all__ = ["around_one_batch", "from_server", "leave_out", "shares"]
@@ -50,7 +51,10 @@ def from_server(
     """
     server = Server(url.rstrip("/"), api_key)
     info = server_info(server)
-    with folder_made(out) as made, tempfile.TemporaryDirectory(prefix="kvlab-trace-", dir=folder) as written:
+    with (
+        outputs.new_folder("--out", out) as made,
+        tempfile.TemporaryDirectory(prefix="kvlab-trace-", dir=folder) as written,
+    ):
         os.chmod(written, 0o777)  # the server may run as another user
         body = {
             "output_dir": written,
@@ -99,7 +103,10 @@ def around_one_batch(
     in `out`.
     """
     module = _one_batch()
-    with folder_made(out) as made, tempfile.TemporaryDirectory(prefix="kvlab-trace-") as written:
+    with (
+        outputs.new_folder("--out", out) as made,
+        tempfile.TemporaryDirectory(prefix="kvlab-trace-") as written,
+    ):
         said, results = Path(written) / "patch.json", Path(written) / "results.jsonl"
         flags = ["--profile", "--profile-stage", "decode", "--profile-steps", str(steps)]
         flags += ["--profile-record-shapes"] if shapes else []

@@ -2,17 +2,13 @@
 
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvlab import provenance
-from kvlab.errors import BadInput
 from kvlab.trace.thin import leave_out, shorten_paths
 
 
@@ -43,22 +39,6 @@ class Recording(msgspec.Struct, kw_only=True, frozen=True):
     patch: dict[str, Any] = {}
     results: list[dict[str, Any]] = []
     tries: list[Try] = []
-
-
-@contextmanager
-def folder_made(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` if all goes well, and is removed if not."""
-    if out.exists():
-        raise BadInput(f"--out: {out} exists; give a new folder")
-    if not out.parent.is_dir():
-        raise BadInput(f"--out: {out.parent} is not a folder")
-    made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        yield made
-        os.chmod(made, 0o755)
-        os.replace(made, out)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def keep(

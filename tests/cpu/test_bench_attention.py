@@ -108,18 +108,32 @@ def test_the_table_names_what_is_absent_and_shows_no_time_for_what_is_wrong(reco
     assert "836.0 (838.0)" in out
 
 
-@pytest.mark.parametrize("option", ["--html", "--out"])
-def test_what_cannot_be_written_is_said_first_in_a_line(recorded, capsys, tmp_path, option):
-    code, out, err = kvlab(capsys, "bench", "attention", "--recorded", option, str(tmp_path / "no" / "file"))
-    assert (code, out) == (2, "")
-    assert err.startswith(f"kvlab: {option}: cannot write ")
-    assert err.count("\n") == 1
-
-
-def test_a_folder_is_no_chart_s_place(recorded, capsys, tmp_path):
-    code, out, err = kvlab(capsys, "bench", "attention", "--recorded", "--html", str(tmp_path))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "Is a directory" in err
+def test_of_the_recorded_run_what_is_asked_for_is_shown(recorded, capsys, tmp_path):
+    """Or one line that says what there is instead; nothing that was asked is passed over."""
+    chosen = ("--heads", "8", "--shapes", "1x100,unequal", "--only", "fused,gather", "--pool", "1000")
+    code, out, err = kvlab(capsys, "bench", "attention", "--recorded", "--json", *chosen)
+    assert (code, err) == (0, "")
+    shapes = json.loads(out)["shapes"]
+    asked = [s for s in recorded.shapes if s.heads == 8 and (s.lengths or (s.batch, s.context) == (1, 100))]
+    assert [s["results"].keys() for s in shapes] == [s.results.keys() & {"fused", "gather"} for s in asked]
+    assert [(s["batch"], s["context"], s["heads"]) for s in shapes] == [
+        (s.batch, s.context, s.heads) for s in asked
+    ]
+    heads = ", ".join(map(str, sorted({s.heads for s in recorded.shapes})))
+    for wrong, says in (
+        (("--heads", "8,12"), f"--heads: 12 is not in the recorded run, which has {heads}"),
+        (("--shapes", "2x3"), "--shapes: 2x3 is not in the recorded run, which has "),
+        (("--only", "fast"), "--only: fast is not in the recorded run, which has "),
+        (("--pool", "999"), "--pool: 999 is not in the recorded run, which has 1000"),
+        (("--layers", "3"), "--layers: 3 is not in the recorded run, which has 2"),
+        (("--seconds", "9"), "--seconds: is for measuring, and --recorded shows a run that was made"),
+    ):
+        code, out, err = kvlab(capsys, "bench", "attention", "--recorded", *wrong)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"kvlab: {says}")
+    there = tmp_path / "part.json"
+    assert kvlab(capsys, "bench", "attention", "--recorded", *chosen, "--out", str(there))[0] == 0
+    assert json.loads(there.read_text())["shapes"] == shapes
 
 
 def test_the_newest_recorded_run_is_taken(run, recorded, capsys):

@@ -208,10 +208,11 @@ def test_no_server_or_a_folder_that_exists(kvlab, tmp_path, server):
     code, _, err = kvlab("trace", "record", "--url", "http://127.0.0.1:9", "--out", tmp_path / "run")
     assert code == 2
     assert "no SGLang server answers at http://127.0.0.1:9" in err
+    (tmp_path / "mine").touch()
     code, _, err = kvlab("trace", "record", "--url", server.url, "--out", tmp_path)
     assert code == 2
-    assert "exists; give a new folder" in err
-    assert list(tmp_path.iterdir()) == []
+    assert "it exists and is not an empty folder; give a new folder" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
 BENCH = """

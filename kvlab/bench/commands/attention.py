@@ -7,7 +7,6 @@ import typer
 
 if TYPE_CHECKING:
     from kvlab.bench.attention_results import AttentionRun
-    from kvlab.errors import BadInput
 
 
 def register(bench: typer.Typer) -> None:
@@ -15,6 +14,7 @@ def register(bench: typer.Typer) -> None:
 
 
 def attention(
+    context: typer.Context,
     recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
     heads: Annotated[str, typer.Option(help="Query heads of a rank, e.g. 8,64.")] = "8,16,64,128",
@@ -29,39 +29,59 @@ def attention(
     """One layer's decode attention over FP8 rows: kvlab's kernels and every alternative, time and error."""
     import msgspec
 
-    # Before minutes are spent.
-    _check_folder("--out", out)
-    _check_folder("--html", html)
-    if recorded:
-        from kvlab.bench.attention_results import AttentionRun
-        from kvlab.bench.recorded import newest
+    from kvlab import outputs
 
-        run = newest("attention.json", AttentionRun)[1]
+    # Before minutes are spent.
+    outputs.check("--out", out)
+    outputs.check("--html", html)
+    if recorded:
+        run = _recorded(context, heads, shapes, only, pool, layers)
+        if out is not None:
+            from kvlab.bench.attention_results import write
+
+            write(out, run)
     else:
         run = _measure(heads, shapes, only, pool, layers, seconds, out, quiet=json)
     if html is not None:
         from kvlab.bench.attention_chart import page
 
-        text = page(run)
-        try:
-            html.write_text(text, "utf-8")
-        except OSError as e:
-            raise _unwritable("--html", html, e.strerror or str(e)) from None
+        outputs.write("--html", html, page(run))
     if json:
         typer.echo(msgspec.json.encode(run).decode())
     else:
         _show(run)
 
 
-def _check_folder(name: str, path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise _unwritable(name, path, "no such folder")
+def _recorded(
+    context: typer.Context, heads: str, shapes: str, only: str, pool: int, layers: int
+) -> "AttentionRun":
+    """The newest recorded run, of it what was asked for."""
+    from msgspec.structs import replace
 
+    from kvlab.bench.attention_results import AttentionRun
+    from kvlab.bench.recorded import given, newest, refuse_others, there
 
-def _unwritable(name: str, path: Path, why: str) -> "BadInput":
-    from kvlab.errors import BadInput
-
-    return BadInput(f"{name}: cannot write {path}: {why}; give a file in a folder that can be written")
+    refuse_others(context, "heads", "shapes", "only", "pool", "layers")
+    run = newest("attention.json", AttentionRun)[1]
+    asked, kept = given(context), run.shapes
+    if "pool" in asked:
+        there("--pool", [pool], [run.pool_slots])
+    if "layers" in asked:
+        there("--layers", [layers], [run.layers])
+    if "heads" in asked:
+        counts = there("--heads", _numbers("--heads", heads), (s.heads for s in kept))
+        kept = [s for s in kept if s.heads in counts]
+    if shapes:
+        named = {id(s): "unequal" if s.lengths else f"{s.batch}x{s.context}" for s in kept}
+        lists = _shapes(shapes, ([1, 2],))
+        asked_for = ("unequal" if len(set(n)) > 1 else f"{len(n)}x{n[0]}" for n in lists)
+        wanted = there("--shapes", asked_for, named.values())
+        kept = [s for s in kept if named[id(s)] in wanted]
+    if only:
+        rows = there("--only", (r.strip() for r in only.split(",")), (r for s in kept for r in s.results))
+        kept = [replace(s, results={n: r for n, r in s.results.items() if n in rows}) for s in kept]
+        kept = [s for s in kept if s.results]
+    return replace(run, shapes=kept)
 
 
 def _measure(

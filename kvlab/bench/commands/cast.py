@@ -15,6 +15,7 @@ def register(bench: typer.Typer) -> None:
 
 
 def cast(
+    context: typer.Context,
     recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
     pool: Annotated[int, typer.Option(help="Slots of a layer's pool.", min=1)] = 495_552,
@@ -29,10 +30,19 @@ def cast(
     from kvlab.errors import BadInput
 
     if recorded:
-        from kvlab.bench.recorded import newest
+        from kvlab.bench.recorded import given, newest, refuse_others, there
         from kvlab.bench.results import CastRun
 
+        refuse_others(context, "pool", "layers", "kv_dtype", "dtype")
         run = newest("cast.json", CastRun)[1]
+        for name, value, is_there in (
+            ("pool", pool, run.pool_slots),
+            ("layers", layers, run.layers),
+            ("kv_dtype", kv_dtype, run.kv_dtype),
+            ("dtype", dtype, run.dtype),
+        ):
+            if name in given(context):
+                there(f"--{name.replace('_', '-')}", [value], [is_there])
     else:
         for name, value, known in (
             ("--kv-dtype", kv_dtype, ("fp8_e4m3", "fp8_e5m2")),

@@ -15,6 +15,7 @@ def register(bench: typer.Typer) -> None:
 
 
 def serve(
+    context: typer.Context,
     server_args: Annotated[
         list[str] | None,
         typer.Argument(help="After --: SGLang's own arguments, alike for every server."),
@@ -52,16 +53,16 @@ def serve(
     """SGLang's server under load, unpatched and patched: tokens a second, time per token, first token."""
     import msgspec
 
+    from kvlab import outputs
+    from kvlab.bench.serve_results import joined, write
     from kvlab.errors import BadInput
 
+    # Before minutes are spent.
+    outputs.check("--out", out)
     if recorded:
-        from kvlab.bench.recorded import newest
-        from kvlab.bench.serve_results import ServeRun
-
-        run = newest("serve.json", ServeRun)[1]
+        run = _recorded(context, strategies, concurrency, input_tokens, output_tokens)
     else:
         from kvlab.bench import serve as bench
-        from kvlab.bench.serve_results import joined, write
 
         if [model_path is None, url is None, not join].count(False) != 1:
             raise BadInput("bench serve: give --model-path FOLDER, --url of a running server, or --join FILE")
@@ -76,8 +77,6 @@ def serve(
         say = (lambda _: None) if json else (lambda line: typer.echo(line, err=True))
         if join or url is not None:
             run = joined(join) if join else bench.measure_url(str(url), asked, say=say)
-            if out is not None:
-                write(out, run)
         else:
             _needs_sglang()
             assert model_path is not None
@@ -92,12 +91,44 @@ def serve(
                 out=out,
                 say=say,
             )
+    if out is not None:
+        write(out, run)
     if json:
         typer.echo(msgspec.json.encode(run).decode())
     else:
         _show(run)
     if not recorded and any(s.error for s in run.servers):
         raise typer.Exit(1)
+
+
+def _recorded(
+    context: typer.Context, strategies: str, concurrency: str, input_tokens: int, output_tokens: int
+) -> "ServeRun":
+    """The newest recorded run, of it what was asked for."""
+    from msgspec.structs import replace
+
+    from kvlab.bench.recorded import given, newest, refuse_others, there
+    from kvlab.bench.serve_results import ServeRun
+
+    refuse_others(context, "strategies", "concurrency", "input_tokens", "output_tokens")
+    run = newest("serve.json", ServeRun)[1]
+    asked, servers = given(context), run.servers
+    if "strategies" in asked:
+        names = (s.strip() for s in strategies.split(",") if s.strip())
+        wanted = there("--strategies", names, (s.strategy for s in servers))
+        servers = [s for s in servers if s.strategy in wanted]
+    for name, values in (
+        ("concurrency", _numbers("--concurrency", concurrency)),
+        ("input_tokens", [input_tokens]),
+        ("output_tokens", [output_tokens]),
+    ):
+        if name in asked:
+            has = (getattr(one, name) for s in servers for one in s.loads)
+            wanted = there(f"--{name.replace('_', '-')}", values, has)
+            servers = [
+                replace(s, loads=[one for one in s.loads if getattr(one, name) in wanted]) for s in servers
+            ]
+    return replace(run, servers=servers)
 
 
 def _needs_sglang() -> None:

@@ -14,6 +14,7 @@ def register(bench: typer.Typer) -> None:
 
 
 def step(
+    context: typer.Context,
     recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
     model: Annotated[str, typer.Option(help="A preset, a config.json, or a rank's folder.")] = "glm-5",
@@ -39,12 +40,15 @@ def step(
     """A decode step of one rank in real SGLang: stock, patched, and with a BF16 cache."""
     import msgspec
 
+    from kvlab import outputs
     from kvlab.bench import step_results
 
+    # Before minutes are spent.
+    outputs.check("--out", out)
+    for strategy in strategies.split(",") if strategies else step_results.STRATEGIES:
+        outputs.check("--trace", Path(trace.replace("STRATEGY", strategy.strip())) if trace else None)
     if recorded:
-        from kvlab.bench.recorded import newest
-
-        run = newest("step.json", step_results.StepRun)[1]
+        run = _recorded(context)
     elif merge:
         run = step_results.merge(step_results.read(p) for p in _files(merge))
     else:
@@ -77,6 +81,53 @@ def step(
         typer.echo(msgspec.json.encode(run).decode())
     else:
         _show(run)
+
+
+# Options that narrow a recorded run, and what each is of a step.
+_NARROWS = {
+    "model": "model",
+    "layers": "layers",
+    "tp": "tp",
+    "strategies": "strategy",
+    "batches": "batch",
+    "contexts": "context",
+    "pools": "pool",
+    "backend": "backend",
+    "page_size": "page_size",
+    "no_cuda_graphs": "cuda_graphs",
+}
+
+
+def _recorded(context: typer.Context) -> "StepRun":
+    """The newest recorded run, of it what was asked for. The control's pool is its own: --pools leaves it."""
+    from msgspec.structs import replace
+
+    from kvlab.bench.recorded import given, newest, refuse_others, there
+    from kvlab.bench.step import numbers
+    from kvlab.bench.step_results import StepRun, merge
+    from kvlab.errors import BadInput
+
+    refuse_others(context, *_NARROWS)
+    run = newest("step.json", StepRun)[1]
+    kept = run.runs
+    for name in _NARROWS.keys() & given(context):
+        option, field, value = f"--{name.replace('_', '-')}", _NARROWS[name], context.params[name]
+        if name == "no_cuda_graphs":
+            if all(r.cuda_graphs for r in run.runs):
+                raise BadInput(f"{option}: not in the recorded run, which has steps with CUDA graphs only")
+            values = ["False"]
+        elif name in ("batches", "contexts", "pools"):
+            values = list(map(str, numbers(option, value)))
+        else:
+            values = [v.strip() for v in str(value).split(",")]
+        wanted = there(option, values, (str(getattr(r, field)) for r in run.runs))
+        its_own = field == "pool"
+        kept = [
+            r for r in kept if str(getattr(r, field)) in wanted or (its_own and r.strategy == "control_bf16")
+        ]
+    if not kept:
+        raise BadInput("--recorded: no step of the recorded run is all of that; ask for less at once")
+    return merge([replace(run, runs=kept)])
 
 
 def _files(text: str) -> list[Path]:

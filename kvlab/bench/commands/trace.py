@@ -14,6 +14,7 @@ def register(bench: typer.Typer) -> None:
 
 
 def trace(
+    context: typer.Context,
     recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
     size: Annotated[str, typer.Option(help="The trace to make, e.g. 420MB.")] = "420MB",
@@ -26,9 +27,10 @@ def trace(
     import msgspec
 
     if recorded:
-        from kvlab.bench.recorded import newest
+        from kvlab.bench.recorded import newest, refuse_others
         from kvlab.bench.trace import TraceRun
 
+        refuse_others(context)
         run = newest("trace-reading.json", TraceRun)[1]
     else:
         from kvlab import data, units
