@@ -97,9 +97,9 @@ class ActiveSlots:
         return torch.unique(flat[(flat >= 0) & (flat < num_slots)])
 
 
-def expect_active(active: ActiveSlots, device: torch.device) -> None:
-    """Raise BadInput unless `active` is one, of tensors on `device`."""
+def expect_active(active: ActiveSlots, device: torch.device | None, others: str = "") -> None:
+    """Raise BadInput unless `active` is one, on `device` (None: any). `others`: what else it might be."""
     if not isinstance(active, ActiveSlots):
-        raise BadInput(f"active: expected ActiveSlots, got {described(active)}")
-    if active.device != device:
+        raise BadInput(f"active: expected ActiveSlots{others}, got {described(active)}")
+    if device is not None and active.device != device:
         raise BadInput(f"active: wrong device; expected tensors on {device}, got {described(active.table)}")

@@ -61,7 +61,7 @@ def shadow_cast(
     if isinstance(active, SlotList):
         _check_list(active, rows)
     else:
-        check_table(active, rows)
+        check_table(active, rows.device, " or a SlotList")
     _launch(rows, shadow, active, compact=False, cut=cut, tickets=tickets)
     return shadow
 

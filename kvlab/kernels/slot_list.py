@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.checks import described, device_of, expect
+from kvlab.kernels.checks import described, device_of
 from kvlab.kernels.chip import chip, early_launch, starts_early
 from kvlab.kernels.slot_map import check_table
 
@@ -159,8 +159,7 @@ def slot_list(active: ActiveSlots, found: SlotList, *more: ActiveSlots) -> SlotL
     pdl = starts_early(device)
     launch = {"PDL": pdl, "num_warps": 8} | early_launch(pdl)
     for a in (active, *more):
-        check_table(a)
-        expect("active", a.table, "on the list's device", device=device)
+        check_table(a, device)
         if a.is_paged and not a.batch:
             continue
         kvlab_slot_list_mark[(programs,)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvlab.errors import BadInput
-from kvlab.kernels.active import ActiveSlots
+from kvlab.kernels.active import ActiveSlots, expect_active
 from kvlab.kernels.checks import described, expect
 
 _NEVER = 2**31 - 1
@@ -374,12 +374,9 @@ def slot_map(active: ActiveSlots, num_slots: int, workspace: MapWorkspace | None
     )
 
 
-def check_table(active: ActiveSlots, rows: torch.Tensor | None = None) -> None:
-    if not isinstance(active, ActiveSlots):
-        others = "" if rows is None else " or a SlotList"
-        raise BadInput(f"active: expected ActiveSlots{others}, got {described(active)}")
-    if rows is not None and active.device != rows.device:
-        raise BadInput(f"active: expected tensors on {rows.device} as rows, got {active.device}")
+def check_table(active: ActiveSlots, device: torch.device | None = None, others: str = "") -> None:
+    """`expect_active`, and that the kernels can count what the tables name."""
+    expect_active(active, device, others)
     if active.table.numel() >= 2**30:
         raise BadInput(f"active: expected fewer than 2^30 entries, got {list(active.table.shape)}")
     if active.is_paged and active.table.shape[1] * active.page_size >= 2**30:

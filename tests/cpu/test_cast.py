@@ -538,7 +538,7 @@ def test_wrong_tables_and_maps_are_named(device):
     with pytest.raises(BadInput, match=r"rows: expected a multiple of page_size 1, 0 or more, got -1"):
         map_workspace(flat, 8, rows=-1)
     elsewhere = ActiveSlots(flat.table.to("meta"), flat.bounds.to("meta"))
-    with pytest.raises(BadInput, match=r"active: expected tensors on .* as rows, got meta"):
+    with pytest.raises(BadInput, match=r"active: wrong device; expected tensors on .*, got .* on meta"):
         a_call(device, active=elsewhere)
     with pytest.raises(BadInput, match=r"rows: expected a multiple of page_size 4"):
         map_workspace(paged_case([9], 4, num_slots=32, seed=0, device=device).active, 32, rows=6)
