@@ -108,14 +108,37 @@ def merged(processes: list[dict[str, Any]]) -> dict[str, Any]:
 
     Raises BadInput where a server of another kvlab says other things of itself.
     """
+    import msgspec
+
     try:
+        msgspec.convert(processes, list[_process()])
         return _merged(processes)
-    except (KeyError, TypeError, AttributeError):
-        theirs = ", ".join(sorted({str(p.get("kvlab", "an earlier version")) for p in processes}))
+    except (KeyError, TypeError, AttributeError, msgspec.ValidationError):
+        named = (p.get("kvlab", "an earlier version") for p in processes)
+        theirs = ", ".join(sorted({" ".join(str(name).split())[:40] for name in named}))
         raise BadInput(
             f"--url: that server was started with kvlab {theirs}, this is {__version__}, which does not "
             "understand its status; restart the server or ask with its version"
         ) from None
+
+
+def _process() -> Any:
+    """What a scheduler says of itself, as far as it is read here."""
+    import msgspec
+
+    counts = dict[str, int]
+    choice = msgspec.defstruct("Choice", [("strategy", str), ("reason", str)])
+    site = msgspec.defstruct("Site", [("site", str), ("state", str), ("reason", str)])
+    fields = [("calls", dict[str, counts]), ("fallbacks", counts), ("bytes_avoided", int)]
+    counters = msgspec.defstruct("Counters", [*fields, ("kv_writes", counts, {})])
+    return msgspec.defstruct(
+        "Process",
+        [
+            *(("pid", int), ("server", dict[str, int | str]), ("sglang", str | None), ("sites", list[site])),
+            *(("strategy", str), ("counters", counters), ("chosen", dict[str, choice])),
+            *(("scratch_bytes", int), ("note", str)),
+        ],
+    )
 
 
 def _merged(processes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -649,14 +649,27 @@ def test_a_run_directory_of_another_user_is_named(tmp_path, monkeypatch):
     assert runfiles.elsewhere() == [f"{tmp_path / 'run'} is not for this user to look into"]
 
 
-def test_a_server_of_another_kvlab_is_one_line(sglang, run):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chosen": None},
+        {"chosen": {"fa3.decode": "shadow"}},
+        {"sites": "fa3.decode"},
+        {"sites": [{"site": ["fa3.decode"], "state": "patched", "reason": ""}]},
+        {"counters": {"calls": {"fa3.decode": {"shadow": {}}}, "fallbacks": {}, "bytes_avoided": 1}},
+        {"note": 1, "kvlab": "9.9\nand more"},
+    ],
+    ids=str,
+)
+def test_a_server_of_another_kvlab_is_one_line(changes, sglang, run):
     (sglang / "run").mkdir()
-    old = {k: v for k, v in said(os.getpid(), kvlab="9.9").items() if k not in ("chosen", "note")}
-    (sglang / "run" / f"{os.getpid()}.json").write_text(json.dumps(old), encoding="utf-8")
-    done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "started with kvlab 9.9" in done.stderr
-    assert "restart the server or ask with its version" in done.stderr
+    theirs = json.dumps(said(os.getpid(), **({"kvlab": "9.9"} | changes)))
+    (sglang / "run" / f"{os.getpid()}.json").write_text(theirs, encoding="utf-8")
+    for as_json in ([], ["--json"]):
+        done = run(sglang, "patch", "status", "--url", "http://127.0.0.1:30000", *as_json)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "started with kvlab 9.9" in done.stderr
+        assert "restart the server or ask with its version" in done.stderr
 
 
 def test_status_names_the_rank_that_is_unlike_the_first(sglang, run):
