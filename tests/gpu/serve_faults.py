@@ -51,6 +51,19 @@ def witness() -> None:
     serve_witness.install()
 
 
+def multiplexing_starts() -> None:
+    """No fault but a mend of SGLang's: in 0.5.15.post1 its multiplexing asks the scheduler for names that the
+    scheduler keeps elsewhere, and no server with it comes up ('Scheduler' object has no attribute 'gpu_id').
+    """
+    from serve_witness import after_import
+
+    def give(module: Any) -> None:
+        for name in ("gpu_id", "tp_size"):
+            setattr(module.Scheduler, name, property(lambda self, name=name: getattr(self.ps, name)))
+
+    after_import("sglang.srt.managers.scheduler", give)
+
+
 def _is_capturing() -> bool:
     import torch
 
@@ -217,6 +230,7 @@ FAULTS = {
     for f in (
         seeded_dummy_weights,
         witness,
+        multiplexing_starts,
         self_check_raises,
         self_check_is_wrong,
         joint_is_wrong,

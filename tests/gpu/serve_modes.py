@@ -51,7 +51,7 @@ MODES: dict[str, Mode] = {
             "prefill and decode: streams apart",
             "prefill queued while a decode ran",
         ),
-        faults=("seeded_dummy_weights",),
+        faults=("seeded_dummy_weights", "multiplexing_starts"),
         model="split",
         repeats=True,
         fast=True,
