@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rig import environment
 from rig.world import ForwardMode, Shape, World
 
 from kvlab import patch
@@ -161,6 +162,19 @@ def test_fast_is_as_near_to_float32_as_stock(family):
     assert got.shape == stock.shape
     assert got.dtype == stock.dtype
     assert error(got, true) <= 1.05 * error(stock, true)
+
+
+@pytest.mark.parametrize("family", ["flashinfer_mla", "fa3"])
+def test_fused_finds_the_rope_part_by_position_too(family):
+    its = its_of(family, slots=4096)
+    batch = its.batch(ForwardMode.DECODE, LENGTHS)
+    its.plan(batch)
+    q, q_rope, k, k_rope = its.tensors(batch)
+    with patch.applied("fused"), environment.OnCPU():
+        by_name = its.backend.forward_decode(q, k, k, its.layers[0], batch, q_rope=q_rope, k_rope=k_rope)
+        by_place = its.backend.forward_decode(q, k, k, its.layers[0], batch, True, q_rope, k_rope)
+        assert patch.status()["counters"]["calls"] == {f"{family}.decode": {"fused": 2}}
+    assert torch.equal(by_name, by_place)
 
 
 def test_fused_writes_the_kv_first():
