@@ -142,9 +142,12 @@ class Rank:
         self.queued = time.perf_counter()
         torch.cuda.synchronize()
 
-    def start_at(self, batch: int, context: int) -> Batch:
-        """`batch` requests of `context` tokens each, all but the last few of them cached already."""
-        self.clear()
+    def start_at(self, batch: int, context: int, *, beside: bool = False) -> Batch:
+        """`batch` requests of `context` tokens each, all but the last few of them cached already; `beside`
+        what runs, or in its place.
+        """
+        if not beside:
+            self.clear()
         page = self.setup.page_size
         cached = max((context - TAIL) // page * page, 0)
         prompts = [prompt(context - cached, row) for row in range(batch)]

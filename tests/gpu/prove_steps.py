@@ -8,7 +8,9 @@ Two processes of one strategy differ by some parts in a hundred. `turns` serves 
 in one process. `pairs` keeps several alive at once (those before a `/`, then those behind it) and lets them
 take short turns, a few waited steps each, forwards and backwards in turn, the patch taken out for those that
 serve without; the thread that drives them keeps a few cores to itself as far as it can. What changes the
-machine's pace meanwhile changes it for all. Both write a run of `kvlab bench step`; `pairs` says each round.
+machine's pace meanwhile changes it for all. Where the patch was put in right before a turn, its steps took
+the host some 0.1 ms longer than where it was in already (rounds forwards against rounds backwards): `--warm`
+steps of another request go first. Both write a run of `kvlab bench step`; `pairs` says each round.
 """
 
 import argparse
@@ -27,6 +29,9 @@ from typing import Any
 
 from prove_pace import meter
 from prove_patch import loaded, rank_arguments, say
+
+# Tokens of the request whose steps warm a turn.
+WARM_CONTEXT = 100
 
 # Waited steps of a turn within a round: not counted, timed, and with their graph between two events; replays.
 SETTLE, EVENTS, REPLAYS = 2, 4, 4
@@ -54,6 +59,7 @@ def main() -> int:
     pairs.add_argument("--steps", type=int, default=8, help="timed steps of a turn within a round")
     pairs.add_argument("--stock-steps", type=int, default=3)
     pairs.add_argument("--stock-rounds", type=int, default=2, help="where nothing but stock is alive")
+    pairs.add_argument("--warm", type=int, default=56, help="steps of another request before a turn")
     pairs.add_argument("--no-graphs", action="store_true")
     pairs.add_argument("--cores", type=int, default=2, help="physical cores to keep to")
     pairs.add_argument("--trace", nargs="*", default=[], help="strategies: a trace of two steps, 1 x 100")
@@ -138,6 +144,7 @@ class Turn:
         self.name, self.number, self.rank, self.child = name, number, rank, child
         self.served: dict[str, str] = {}
         self.batch: Any = None
+        self.warm: Any = None
         self.clear()
 
     def clear(self) -> None:
@@ -152,12 +159,20 @@ class Turn:
 
         activate(self.rank)
 
-    def take(self, meter: Any) -> None:
+    def start(self, batch: int, context: int, warm: int) -> None:
+        """A session's batches: the one that is timed, and a request whose steps warm a turn."""
+        self.activate()
+        self.batch = self.rank.start_at(batch, context)
+        self.warm = self.rank.start_at(1, WARM_CONTEXT, beside=True) if warm else None
+
+    def take(self, meter: Any, warm: int) -> None:
         """One turn of a round. `meter`: a chain of kernels that tells the GPU's pace (prove_pace)."""
         from kvlab.bench import sglang_rank
 
         self.activate()
         sglang_rank.patched_as(self.rank)
+        for _ in range(warm):
+            self.rank.decode(self.warm)
         for _ in range(SETTLE):
             self.rank.decode(self.batch)
         times, hosts = sglang_rank.waited(self.rank, self.batch, self.child.steps)
@@ -269,10 +284,13 @@ class Pairs:
     def measure(self, turns: list[Turn], batch: int, context: int, rounds: int) -> None:
         from kvlab import patch
 
+        is_slow = self.asked.no_graphs or all(t.child.strategy == "stock" for t in turns)
+        warm = 0 if is_slow else self.asked.warm
+        warmed = -(-(WARM_CONTEXT + SESSION * warm) // batch)
         for turn in turns:
             turn.clear()
             turn.activate()
-            if turn.rank.fits(batch, context, SESSION * (SETTLE + turn.child.steps + EVENTS) + 1):
+            if turn.rank.fits(batch, context, SESSION * (SETTLE + turn.child.steps + EVENTS) + 1 + warmed):
                 return
         gc.collect()
         started, switched = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
@@ -282,10 +300,9 @@ class Pairs:
                 # Prompts are nobody's turn: stock serves them, and no patch checks itself anew for one.
                 patch.apply("off")
                 for turn in turns:
-                    turn.activate()
-                    turn.batch = turn.rank.start_at(batch, context)
+                    turn.start(batch, context, warm)
             for turn in turns if number % 2 == 0 else reversed(turns):
-                turn.take(self.meter)
+                turn.take(self.meter, warm)
         switched = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw - switched
         self.runs += [turn.step(batch, context) for turn in turns]
         self.rounds.append(
@@ -295,6 +312,7 @@ class Pairs:
                 **{k: getattr(self.asked, k) for k in ("model", "backend", "page_size")},
                 "cuda_graphs": not self.asked.no_graphs,
                 "seconds": round(time.perf_counter() - started, 2),
+                "warm": warm,
                 "switched_out": switched,
                 "stolen_s": round(self.stolen() - stolen, 2),
                 "load": os.getloadavg()[0],
