@@ -100,8 +100,12 @@ def few_heads(
     min_span: int = 8,
     overhead: int = 2,
     cluster: int = 1,
+    passes: int = 0,
 ) -> Variant:
-    """mla_few_heads.cu: `groups` groups of `group` warps, each group on its own chunk of tokens."""
+    """mla_few_heads.cu: `groups` groups of `group` warps, each group on its own chunk of tokens.
+
+    `passes`: of 128 tokens, that a CTA makes at most without a schedule (mla_few_short.cuh); 0: none.
+    """
     n, warps = columns // 8, group * groups
     tiles = RANK // 16 * n // rounds
     shared = 16 * groups * 2 * group * n * 32  # exchange
@@ -119,6 +123,7 @@ def few_heads(
         "PRODUCERS": producers,
         "Q_SHARED": q_shared,
         "PROBE": probe,
+        "PASSES": passes,
     }
     return Variant(
         "mla_few_heads.cu",
@@ -173,14 +178,14 @@ class _Params(ctypes.Structure):
     )
 
 
-_EIGHT = few_heads(8, 2, 4, overhead=8)
+_EIGHT = few_heads(8, 2, 4, overhead=8, passes=4)
 _SIXTEEN = few_heads(16, 2, 4, rounds=2, registers=224, producer_registers=56, q_shared=True, overhead=8)
 _ANY = 1 << 30
 # Swept on an H200: for at most so many query columns a request, requests, and tokens a request that the
 # table has room for, this variant. Clusters merge faster than a crowd of single CTAs, but those of 8 leave
 # SMs unused, and whole items need no merging. Where there is little to do, narrow items start and merge
-# sooner, though each block of columns reads the rows again. Up to 128 tokens a request there is no schedule
-# (mla_few_heads.cu), and a lone CTA is up sooner than a cluster.
+# sooner, though each block of columns reads the rows again. Up to 128 tokens a request nothing is shared out
+# (mla_few_short.cuh), and a lone CTA is up sooner than a cluster.
 _EIGHTS, _PAIRS = replace(_EIGHT, cluster=8), many_heads(32, cluster=2)
 _CHOICES: tuple[tuple[int, int, int, Variant], ...] = (
     (16, 32, 128, _EIGHT),
@@ -210,14 +215,43 @@ _CHOICES: tuple[tuple[int, int, int, Variant], ...] = (
     (_ANY, 32, _ANY, many_heads(64, cluster=2, overhead=24)),
     (_ANY, _ANY, _ANY, many_heads(64)),
 )
+# The same for one query token a request, looked at first: only then is there a way without a schedule. 16
+# columns an item read each row once. Their schedule costs 2 us more than without that way, so that tables
+# with room for just what _SIXTEEN is best at go to it; with more room, most lengths are shorter.
+_SIXTEENS = replace(_SIXTEEN, cluster=8, macros=nvrtc.defines(dict(_SIXTEEN.macros) | {"PASSES": 4}))
+_SIXTEEN_PAIRS = replace(_SIXTEENS, cluster=2)
+_CHOICES_OF_ONE: tuple[tuple[int, int, int, Variant], ...] = (
+    *_CHOICES[:6],  # up to 128 tokens, and 8 columns
+    (16, 2, _ANY, _SIXTEENS),
+    (16, 4, 1024, _SIXTEENS),
+    (16, 8, _ANY, _SIXTEEN_PAIRS),
+    (16, 16, 4096, _SIXTEEN_PAIRS),
+    (16, 32, 1024, _SIXTEEN_PAIRS),
+    (16, 32, 8192, _SIXTEEN),
+    (16, 32, _ANY, _SIXTEEN_PAIRS),
+    (16, _ANY, _ANY, _SIXTEEN),
+    (64, 1, 1024, _EIGHTS),
+    (64, 2, 1024, _EIGHT),
+    (_ANY, 1, 1024, _EIGHT),
+    (64, 1, 8192, _SIXTEEN_PAIRS),
+    (32, 2, 8192, _SIXTEEN_PAIRS),
+    (64, 2, 4096, _SIXTEEN_PAIRS),
+    (64, 4, 2048, _SIXTEEN_PAIRS),
+    (64, 8, 1024, _SIXTEEN_PAIRS),
+    (_ANY, 1, 4096, _SIXTEEN_PAIRS),
+    (_ANY, 4, 1024, _SIXTEEN_PAIRS),
+    *_CHOICES,
+)
 
 
-def choose(columns: int, batch: int, room: int = _ANY) -> Variant:
+def choose(columns: int, batch: int, room: int = _ANY, *, is_single: bool = True) -> Variant:
     """The measured best variant for so many query columns (heads x query tokens) a request, and requests.
 
-    `room`: tokens a request that the table can name at most, on average.
+    `room`: tokens a request that the table can name at most, on average. `is_single`: whether each request
+    has one query token.
     """
-    return next(v for c, b, r, v in _CHOICES if columns <= c and batch <= b and room <= r)
+    rows = _CHOICES_OF_ONE if is_single else _CHOICES
+    return next(v for c, b, r, v in rows if columns <= c and batch <= b and room <= r)
 
 
 @cache
@@ -271,7 +305,7 @@ def workspace_bytes(
     The first TICKET_BYTES are tickets: zero before the first call, and left zero by each. One workspace
     serves calls that follow each other on a stream; streams that run at once need their own.
     """
-    rows = [v for c, b, _, v in _CHOICES if columns <= c and (batch or 1) <= b]
+    rows = [v for c, b, _, v in _CHOICES_OF_ONE if columns <= c and (batch or 1) <= b]
     variants = [variant] if variant else rows
     return max(v.workspace_bytes(device.index) for v in variants)
 
@@ -371,7 +405,8 @@ def mla_decode(
         return out, lse
 
     columns = columns_of(heads, tokens, active.batch, q_indptr)
-    variant = variant or choose(columns, active.batch, active.capacity // max(1, active.batch))
+    room = active.capacity // max(1, active.batch)
+    variant = variant or choose(columns, active.batch, room, is_single=q_indptr is None)
     need = workspace_bytes(device, columns, active.batch, variant)
     if workspace is None:
         workspace = _own_workspace(device, need)

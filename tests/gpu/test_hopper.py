@@ -92,6 +92,11 @@ def variants() -> list[hopper.Variant]:
     return [dataclasses.replace(v, cluster=c) for v in dict.fromkeys(chosen) for c in (v.cluster, 4)]
 
 
+def short_variants() -> list[hopper.Variant]:
+    lone = [dataclasses.replace(hopper.choose(8, 8), cluster=c) for c in (1, 2, 8)]
+    return [*lone, hopper.choose(16, 1), hopper.choose(16, 17)]
+
+
 def name_of(v: hopper.Variant) -> str:
     return f"{v.columns}c{v.cluster}"
 
@@ -100,7 +105,8 @@ def name_of(v: hopper.Variant) -> str:
 def compiled():
     """Everything below, compiled side by side."""
     flags = [{}, {"multi": True}]
-    work = [v.source(64, False, False, **f) for v in variants() for f in flags]
+    every = dict.fromkeys([*variants(), *short_variants()])
+    work = [v.source(64, False, False, **f) for v in every for f in flags]
     odd = [{"paged": True}, {"index64": True}, {"cap": True}]
     for heads in (8, 16, 64):
         v = hopper.choose(heads, 3)
@@ -129,11 +135,10 @@ def test_reduced(variant):
     check(*queries(4, variant.columns), pool(), ragged([600, 3, 0, 40]), variant=variant)
 
 
-@pytest.mark.parametrize("cluster", [1, 8])
+@pytest.mark.parametrize("variant", short_variants(), ids=name_of)
 @pytest.mark.parametrize("heads", [1, 8, 20, 64])
-def test_short_steps(heads, cluster):
-    """Up to 128 tokens a request, 1,024 in clusters, there is no schedule; one token more, and there is."""
-    variant = dataclasses.replace(hopper.choose(8, 8), cluster=cluster)
+def test_short_steps(heads, variant):
+    """Up to 128 tokens a request, or 512 a CTA, there is no schedule; one token more, and there is."""
     some = ([1], [128], [129], [0], [100, 0, 3, 128, 16, 17], [5] * 15, [128] * 33)
     more = (
         [1_024],
@@ -144,21 +149,38 @@ def test_short_steps(heads, cluster):
         [9_000],
         [2_100, 0, 5, 4_000],
         [1_100] * 4,
+        [20_000],
+        [30_000, 0, 7],
+        [7_000] * 4,
+        [1_500] * 17,
     )
     for lengths in (*some, *more):
         check(*queries(len(lengths), heads), pool(), ragged(lengths), variant=variant)
+    late = ragged([20_000, 700])
+    for gone in (200, 19_990):
+        late.table[:gone] = -1
+        check(*queries(2, heads), pool(), late, variant=variant)
     options = {"variant": variant, "logit_cap": 5.0, "k_scale": 0.5}
     for size in (1, 3, 64):
         check(*queries(3, heads, torch.float16), pool(E5M2), paged([90, 0, 128], size), **options)
-    check(*queries(2, heads), pool(), ragged([70, 128], torch.int64, holes=True), variant=variant)
-    check(*queries(2, heads, rope=0), pool(width=512), ragged([70, 128]), variant=variant)
+    check(*queries(3, heads, torch.float16), pool(E5M2), paged([9_000, 0, 12_000], 64), **options)
+    for lengths in ([70, 128], [18_000, 900]):
+        check(*queries(2, heads), pool(), ragged(lengths, torch.int64, holes=True), variant=variant)
+        check(*queries(2, heads, rope=0), pool(width=512), ragged(lengths), variant=variant)
 
 
-@pytest.mark.parametrize("cluster", [1, 8])
-def test_reduced_short(cluster):
+@pytest.mark.parametrize("variant", short_variants(), ids=name_of)
+def test_reduced_short(variant):
     """Small enough for compute-sanitizer."""
-    variant = dataclasses.replace(hopper.choose(8, 8), cluster=cluster)
     check(*queries(4, 8), pool(), ragged([100, 3, 0, 40]), variant=variant)
+
+
+@pytest.mark.parametrize("variant", short_variants(), ids=name_of)
+def test_reduced_passes(variant, monkeypatch):
+    """Three passes, all columns at once, a request that two of three clusters share."""
+    monkeypatch.setattr(hopper, "_grid", lambda v, *_: 3 * v.cluster)
+    lengths = [600 * variant.cluster, 200 * variant.cluster]
+    check(*queries(2, variant.columns), pool(), ragged(lengths), variant=variant)
 
 
 @pytest.mark.parametrize("order", ["up", "down", "saw"])

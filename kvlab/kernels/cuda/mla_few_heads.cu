@@ -4,11 +4,12 @@
 // with its dims of Q, the group adds up the partial logits through shared memory, each warp computes the same
 // softmax in registers, and each multiplies its dims of V, read again from the same shared rows transposed,
 // with P. NG groups run unsynchronised on different chunks, each with its own running maximum, and are merged
-// once at the end of an item. Rows stay FP8 until they are in registers. Steps of short requests take a shorter way.
+// once at the end of an item. Rows stay FP8 until they are in registers. Steps with little to read take a shorter way.
 //
 // Compile-time: those of mla_common.cuh, G, NG, Q_SHARED (Q stays in shared memory, else in registers),
-// MERGE_ROUNDS, MIN_CTAS a SM, REGISTERS and PRODUCER_REGISTERS (or 0), FIXED_SHARED bytes before the ring, PROBE 1
-// to load only, which tells the loads' share of the time.
+// MERGE_ROUNDS, MIN_CTAS a SM, REGISTERS and PRODUCER_REGISTERS (or 0), FIXED_SHARED bytes before the ring, PASSES a
+// CTA makes at most without a schedule (0: there always is one), PROBE 1 to load only, which tells the loads' share of
+// the time.
 
 #define WARPS (G * NG)
 #define MERGE_WARPS WARPS
@@ -362,269 +363,8 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
     finish_item(p, it, sh, st, to, group, w);
 }
 
-#define SHORT (NH == 8 && WARPS == 8)
-#if SHORT
-// Steps whose requests all have 128 tokens at most need no schedule, and no partial results: a CTA takes a request's
-// block of columns, a warp 16 of its tokens for the scores and 64 of the dims for the output. What such a step
-// takes is one load's latency behind another, so Q's are under way before the lengths are known. Longer requests are
-// served in the same way as long as there is a CTA for every 128 tokens: in clusters of 8 a CTA takes an eighth of 1,024
-// tokens, and its rank's 64 dims of what all have summed up; clusters or lone CTAs that share a request leave theirs in
-// memory, and the last to do so adds them up.
-#define SHORT_TOKENS (CHUNK * WARPS)
-
-struct ShortShared {
-    uint2 p[WARPS][32];  // B fragments
-    __align__(16) float top[WARPS][NH], sum[WARPS][NH];
-};
-static_assert(sizeof(ShortShared) <= sizeof(Shared::exchange), "the exchange is not used then");
-
-// False where the step is none of those; then `known` is the tokens of request number lane, if they were read.
-__device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* ring, int& known) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    int first = 0, n = 0, blocks = MULTI ? divide_up(p.heads, NH) : 1;
-    if (p.bs > 32 || (MULTI && p.q_indptr) || p.bs * blocks > gridDim.x || p.num_ring < WARPS) return false;
-    if (lane < p.bs) {
-        if (!PAGED) first = __ldcg(p.bounds + lane);
-        n = __ldcg(p.bounds + lane + (PAGED ? 0 : 1));
-    }
-    Item it;
-    uint2 x[5];
-    auto load = [&](int request, int block) {
-        load_query(p, request, block * NH + warp < p.heads ? block * NH + warp : 0, x);
-    };
-    // As if CTA i had item i, which is so where all requests are short enough for one.
-    it.request = MULTI ? divide(blockIdx.x, blocks) : blockIdx.x;
-    it.block = MULTI ? blockIdx.x - it.request * blocks : 0;
-    bool mine = it.request < p.bs && warp < WARPS;
-    if (mine) load(it.request, it.block);
-    known = n = n < first ? 0 : n - first;
-    bool spread = (CLUSTER == 1 || CLUSTER == 8) && __any_sync(~0u, n > SHORT_TOKENS);
-    int rank = 0, unit = blockIdx.x, base = 0, count;  // this CTA's tokens of the item: [base, base + count)
-    it.unit0 = unit;
-    it.parts = 1;
-    if (spread) {
-        rank = CLUSTER > 1 ? cluster_rank() : 0;
-        unit /= CLUSTER;
-        int parts = n ? (n + CLUSTER * SHORT_TOKENS - 1) / (CLUSTER * SHORT_TOKENS) : lane < p.bs;
-        int end = warp_scan(parts * blocks), total = __shfl_sync(~0u, end, 31);
-        if (total > gridDim.x / CLUSTER) return false;
-        if (unit >= total || warp >= WARPS) return true;
-        it.request = __ffs(__ballot_sync(~0u, end > unit)) - 1;
-        it.parts = __shfl_sync(~0u, parts, it.request);
-        unit -= __shfl_sync(~0u, end - parts * blocks, it.request);  // among the request's
-        it.block = MULTI ? divide(unit, it.parts) : 0;
-        it.unit0 = blockIdx.x / CLUSTER - (unit - it.block * it.parts);
-        load(it.request, it.block);
-    } else {
-        if (__any_sync(~0u, n > SHORT_TOKENS)) return false;
-        if (!mine) return true;
-    }
-    it.q_start = it.request;
-    it.q_len = 1;
-    it.length = __shfl_sync(~0u, n, it.request);
-    i64 start = PAGED ? it.request * p.table_stride : __shfl_sync(~0u, first, it.request);
-    count = it.length;
-    if (spread) {  // whole chunks for all but the last
-        int chunks = divide_up(divide_up(it.length, CHUNK), it.parts), each = (chunks + CLUSTER - 1) / CLUSTER;
-        int part = blockIdx.x / CLUSTER - it.unit0, from = rank * each;
-        from = from < chunks ? from : chunks;
-        int to = from + each < chunks ? from + each : chunks;
-        base = (part * chunks + from) * CHUNK;
-        count = (to - from) * CHUNK;
-        count = it.length - base < count ? it.length - base : count;
-    }
-    int own = CHUNK * warp + (lane & 15), token = base + own;
-    Entry entry = own < count ? entry_of(p, it, start, token) : (Entry)-1;
-
-    float up = lift(largest(x));
-    if (lane == 0) sh.down[warp] = unlift(up);
-#pragma unroll
-    for (int j = 0; j < (ROPE ? 5 : 4); j++) {
-        float a, b, d, e;
-        unpack_q(x[j].x, a, b);
-        unpack_q(x[j].y, d, e);
-        if (j < 4 || lane < 16)
-            sh.q[8 * j + g][0][warp * 4 + t] = make_uint2(pack_half(a * up, b * up), pack_half(d * up, e * up));
-    }
-    int slot = slot_of(p, entry, token);
-    u32 valid = __ballot_sync(~0u, slot >= 0), rows = smem_u32(ring) + warp * SLOT_BYTES;
-    bool some = CHUNK * warp < count;
-    if (some) {
-#pragma unroll 4
-        for (int r = 0; r < CHUNK; r++) {
-            int at = __shfl_sync(~0u, slot, r);
-            copy16(rows + r * ROW_PITCH + lane * 16, row_at(p, at) + lane * 16, at >= 0);
-        }
-#if ROPE
-#pragma unroll
-        for (int r = 0; r < CHUNK; r += 8) {
-            int at = __shfl_sync(~0u, slot, r + g);
-            copy16(rows + (r + g) * ROW_PITCH + RANK + t * 16, row_at(p, at) + RANK + t * 16, at >= 0);
-        }
-#endif
-    }
-    named_sync(1, WARPS * 32);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncwarp();
-
-    u32 lane_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
-    float s[2][4] = {};
-    if (some) {
-#pragma unroll 4
-        for (int k = 0; k < (RANK + ROPE) / 16; k += 2) {
-            u32 r[4], a[4];
-            ldmatrix4(r, rows + lane_at + k * 16);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                uint2 q = sh.q[k + h][0][lane];
-                widen(r[2 * h], a[0], a[2]);
-                widen(r[2 * h + 1], a[1], a[3]);
-                mma(s[h], a, q.x, q.y);
-            }
-        }
-    }
-    ShortShared& box = *(ShortShared*)sh.exchange;
-    float2 down = *(const float2*)&sh.down[2 * t];
-    float top[2], m[2], l[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float y = logit2(s[0][i] + s[1][i], p.scale * (i & 1 ? down.y : down.x), p.cap_log2);
-        s[0][i] = valid >> (g + 4 * (i & 2)) & 1 ? y : -INFINITY_F;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        top[i] = fmaxf(s[0][i], s[0][i + 2]);
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], d));
-    }
-    if (lane < 4) *(float2*)&box.top[warp][2 * t] = make_float2(top[0], top[1]);
-    named_sync(1, WARPS * 32);
-    m[0] = m[1] = NOTHING;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-        float2 y = *(const float2*)&box.top[i][2 * t];
-        m[0] = fmaxf(m[0], y.x - P_BIAS);
-        m[1] = fmaxf(m[1], y.y - P_BIAS);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        s[0][i] = exp2_fast(s[0][i] - m[i]);
-        s[0][i + 2] = exp2_fast(s[0][i + 2] - m[i]);
-        l[i] = s[0][i] + s[0][i + 2];
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) l[i] += __shfl_xor_sync(~0u, l[i], d);
-    }
-    if (lane < 4) *(float2*)&box.sum[warp][2 * t] = make_float2(l[0], l[1]);
-    box.p[warp][lane] =
-        make_uint2(transpose8(pack_half(s[0][0], s[0][1])), transpose8(pack_half(s[0][2], s[0][3])));
-    named_sync(1, WARPS * 32);
-
-    float o[4][4] = {};
-    u32 latent = smem_u32(ring) + lane_at + warp * 64;
-#pragma unroll 1
-    for (int c = 0; c < count; c += CHUNK, latent += SLOT_BYTES) {
-        uint2 b = box.p[c / CHUNK][lane];
-#pragma unroll
-        for (int k = 0; k < 4; k += 2) {
-            u32 r[4], a[4];
-            ldmatrix4_trans(r, latent + k * 16);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                widen(__byte_perm(r[2 * h], 0, 0x3120), a[0], a[1]);
-                widen(__byte_perm(r[2 * h + 1], 0, 0x3120), a[2], a[3]);
-                mma(o[k + h], a, b.x, b.y);
-            }
-        }
-    }
-    l[0] = l[1] = 0.f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-        float2 y = *(const float2*)&box.sum[i][2 * t];
-        l[0] += y.x;
-        l[1] += y.y;
-    }
-    // From here on o holds tiles tile0 ... of 16 dims each, `tiles` of them, of this CTA's dims.
-    Target to = target_of(p, it, 2 * t);
-    constexpr int tiles = CLUSTER == 8 ? 1 : 4;
-    int tile0 = 4 * warp, part = blockIdx.x / CLUSTER - it.unit0;
-    auto begin = [&] {
-        m[0] = m[1] = NOTHING;
-        l[0] = l[1] = 0.f;
-#pragma unroll
-        for (int k = 0; k < tiles; k++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) o[k][i] = 0.f;
-    };
-    auto add = [&](float4 c, const float4(&y)[tiles]) {
-        float t0 = fmaxf(m[0], c.x), t1 = fmaxf(m[1], c.z);
-        float f0 = weight_of(c.x, t0), f1 = weight_of(c.z, t1), g0 = weight_of(m[0], t0), g1 = weight_of(m[1], t1);
-        m[0] = t0;
-        m[1] = t1;
-        l[0] = l[0] * g0 + f0 * c.y;
-        l[1] = l[1] * g1 + f1 * c.w;
-#pragma unroll
-        for (int k = 0; k < tiles; k++) {
-            o[k][0] = o[k][0] * g0 + f0 * y[k].x;
-            o[k][1] = o[k][1] * g1 + f1 * y[k].y;
-            o[k][2] = o[k][2] * g0 + f0 * y[k].z;
-            o[k][3] = o[k][3] * g1 + f1 * y[k].w;
-        }
-    };
-    if (CLUSTER == 8 && spread) {
-        cluster_wait();  // the others have begun: `run` arrived
-        u32 there = at_rank(smem_u32(sh.merge), warp) + (rank * 4 * 32 + lane) * 16;
-#pragma unroll
-        for (int k = 0; k < 4; k++) store_at(there + k * 512, make_float4(o[k][0], o[k][1], o[k][2], o[k][3]));
-        if (lane < 4)
-            store_at(at_rank(smem_u32(&sh.meet.box[rank % CLUSTER][2 * t]), warp), make_float4(m[0], l[0], m[1], l[1]));
-        cluster_sync();
-        if (warp >= 4) return true;
-        tile0 = 4 * rank + warp;
-        begin();
-#pragma unroll
-        for (int i = 0; i < CLUSTER; i++) {
-            float4 y[tiles] = {sh.merge[(i * 4 + warp) * 32 + lane]};
-            add(*(const float4*)&sh.meet.box[i][2 * t], y);
-        }
-    }
-    if ((CLUSTER == 1 || CLUSTER == 8) && it.parts > 1) {
-        constexpr int threads = CLUSTER == 8 ? 4 * 32 : WARPS * 32;  // that are still here
-        auto part_at = [&](int i) { return p.partial + ((it.unit0 + i) * (RANK / 16) + tile0) * 32 + lane; };
-        auto sums_at = [&](int i) { return (float4*)(p.ml + ((it.unit0 + i) * CLUSTER + rank) * NH + 2 * t); };
-#pragma unroll
-        for (int k = 0; k < tiles; k++) part_at(part)[k * 32] = make_float4(o[k][0], o[k][1], o[k][2], o[k][3]);
-        if (warp == 0 && lane < 4) *sums_at(part) = make_float4(m[0], l[0], m[1], l[1]);
-        named_sync(2, threads);
-        if (threadIdx.x == 0) {
-            u32 before, *ticket = p.tickets + it.unit0 * CLUSTER + rank;
-            asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-            if (before == (u32)(it.parts - 1)) *ticket = 0;  // for the next launch
-            sh.meet.flag = before == (u32)(it.parts - 1);
-        }
-        named_sync(2, threads);
-        if (!sh.meet.flag) return true;
-        begin();
-#pragma unroll 4
-        for (int i = 0; i < it.parts; i++) {
-            float4 y[tiles];
-#pragma unroll
-            for (int k = 0; k < tiles; k++) y[k] = __ldcg(part_at(i) + k * 32);
-            add(__ldcg(sums_at(i)), y);
-        }
-    }
-    float i0 = inverse_sum(p, l[0]), i1 = inverse_sum(p, l[1]);
-    auto put = [&](int k) { store_out(to, tile0 + k, make_float4(o[k][0], o[k][1], o[k][2], o[k][3]), i0, i1); };
-#pragma unroll
-    for (int k = 0; k < tiles; k++) put(k);
-    if (CLUSTER == 8 && !spread)
-#pragma unroll
-        for (int k = 1; k < 4; k++) put(k);
-    if (rank == 0 && warp == 0 && lane < 4) {
-        store_lse(p, it, 2 * t, m[0], l[0]);
-        store_lse(p, it, 2 * t + 1, m[1], l[1]);
-    }
-    return true;
-}
+#if PASSES
+#include "mla_few_short.cuh"
 #endif
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS)
@@ -634,7 +374,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS)
     int round = 0;
     if (threadIdx.x < NG) mbar_init(smem_u32(&sh.summed[threadIdx.x]), G * 32);
     auto serve = [&](int& known) {
-#if SHORT
+#if PASSES
         return serve_short(p, sh, dynamic + FIXED_SHARED, known);
 #else
         return false;
