@@ -218,14 +218,22 @@ def test_two_backends_of_one_pool_decide_each_for_itself():
     assert decided[0] is not decided[1]
 
 
-def test_what_is_kept_of_a_step_is_let_go_of_with_its_metadata():
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda runtime, *of: runtime.metadata_ready(*of, Step("DECODE", 1)),
+        lambda runtime, *of: runtime.replayed(*of, "DECODE", 1, None),
+    ],
+    ids=["made", "replayed"],
+)
+def test_what_is_kept_of_a_step_is_let_go_of_with_its_metadata(tell):
     """Only a weak hold on pool and rows; the tables of a step are not held into the next."""
     backend, runtime = Backend(), Runtime("shadow", is_strict=False, version=None)
     one(backend, runtime)
     gone = [weakref.ref(backend.token_to_kv_pool), weakref.ref(backend.token_to_kv_pool.kv_buffer[0])]
     gone.append(weakref.ref(backend.forward_metadata.decode_wrapper._kv_indices_buf))
     backend.forward_metadata, backend.token_to_kv_pool = SimpleNamespace(), None
-    runtime.metadata_ready("flashinfer_mla", backend, Step("DECODE", 1))
+    tell(runtime, "flashinfer_mla", backend)
     gc.collect()
     assert [g() for g in gone] == [None] * 3
 
