@@ -8,8 +8,7 @@
 // enough CTAs to have them in one pass, they are of all NH.
 
 #define PASS (CHUNK * WARPS)
-#define UNDER_WAY (PASSES > 1 ? 2 * WARPS : WARPS)  // chunks
-#define RING_CHUNKS (PASSES > 1 ? 12 : WARPS)       // of these in the ring; the others are here
+#define RING_CHUNKS 12  // of the two passes' 16 lie in the ring, the others in ShortShared
 
 static_assert(WARPS == 8 && (CLUSTER > 1 || NT == 1), "a warp has 64 dims, a lone CTA one block of columns");
 
@@ -17,7 +16,7 @@ struct ShortShared {
     uint2 p[WARPS][NT][32];  // B fragments
     __align__(16) float top[WARPS][NH], sum[WARPS][NH];
     float4 box[CLUSTER][SLICE][NT][32];  // of each CTA, this one's slice of the dims
-    __align__(16) u8 rows[PASSES > 1 ? UNDER_WAY - RING_CHUNKS : 1][SLOT_BYTES];
+    __align__(16) u8 rows[2 * WARPS - RING_CHUNKS][SLOT_BYTES];
 };
 static_assert(sizeof(ShortShared) <= sizeof(Shared::exchange) + sizeof(Shared::merge), "neither is used then");
 
@@ -57,9 +56,8 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
                                        bool spread) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     ShortShared& box = *(ShortShared*)&sh;
-    auto rows_of = [&](int chunk) {  // chunk of those under way
-        return PASSES == 1 || chunk < RING_CHUNKS ? smem_u32(ring) + chunk * SLOT_BYTES
-                                                  : smem_u32(box.rows[chunk - RING_CHUNKS]);
+    auto rows_of = [&](int chunk) {  // of the two passes
+        return chunk < RING_CHUNKS ? smem_u32(ring) + chunk * SLOT_BYTES : smem_u32(box.rows[chunk - RING_CHUNKS]);
     };
     auto look_up = [&](int pass) {
         int own = PASS * pass + CHUNK * warp + (lane & 15);
@@ -85,7 +83,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
         return __ballot_sync(~0u, slot >= 0);
     };
     auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
-    Entry entry = look_up(0), later = PASSES > 1 ? look_up(1) : (Entry)-1;
+    Entry entry = look_up(0), later = look_up(1);
 #pragma unroll
     for (int n = 0; n < N; n++) {
         float up = lift(largest(x[n]));
@@ -101,13 +99,11 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
     }
     u32 valid = fetch(0, entry), valid_next = 0;
     commit();
-    if (PASSES > 1) {
-        if (my.count > PASS) {
-            valid_next = fetch(1, later);
-            later = look_up(2);
-        }
-        commit();
+    if (my.count > PASS) {
+        valid_next = fetch(1, later);
+        later = look_up(2);
     }
+    commit();
     named_sync(1, WARPS * 32);
 
     u32 lane_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
@@ -119,8 +115,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
     }
     auto one_pass = [&](int pass) {
         int left = my.count - PASS * pass;  // tokens from this pass on
-        if (PASSES > 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-        else asm volatile("cp.async.wait_all;" ::: "memory");
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
         __syncwarp();
         float s[2][N][4] = {};
         if (CHUNK * warp < left) {
@@ -183,7 +178,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
                 }
                 l[n][i] += s[0][n][i] + s[0][n][i + 2];
             }
-            if (PASSES == 1 || left <= PASS) {
+            if (left <= PASS) {
                 float sum[2] = {l[n][0], l[n][1]};
 #pragma unroll
                 for (int i = 0; i < 2; i++)
@@ -215,19 +210,18 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
             }
         }
     };
-    one_pass(0);
-    if (PASSES > 1)
+    one_pass(0);  // apart from the others, so that the only one of most steps lies in one piece
 #pragma unroll 1
-        for (int pass = 1; PASS * pass < my.count; pass++) {
-            valid = valid_next;
-            if (PASS * (pass + 1) < my.count) {
-                named_sync(1, WARPS * 32);  // all have read the rows of the pass before
-                valid_next = fetch(pass + 1, later);
-                later = look_up(pass + 2);
-            }
-            commit();
-            one_pass(pass);
+    for (int pass = 1; PASS * pass < my.count; pass++) {
+        valid = valid_next;
+        if (PASS * (pass + 1) < my.count) {
+            named_sync(1, WARPS * 32);  // all have read the rows of the pass before
+            valid_next = fetch(pass + 1, later);
+            later = look_up(pass + 2);
         }
+        commit();
+        one_pass(pass);
+    }
 #pragma unroll
     for (int n = 0; n < N; n++) {
         l[n][0] = l[n][1] = 0.f;
@@ -385,7 +379,7 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
         int chunks = (tokens + CHUNK - 1) / CHUNK;
         if (!is_enough(p, chunks, blocks, units, CLUSTER * WARPS, parts, end)) {
             constexpr int most = CLUSTER * WARPS * PASSES;
-            if (PASSES == 1 || __any_sync(~0u, chunks > most * units)) return false;
+            if (__any_sync(~0u, chunks > most * units)) return false;
             wide = NT > 1;
             if (wide) blocks = (blocks + NT - 1) / NT;
             int share = divide_up(__reduce_add_sync(~0u, chunks) * blocks, units);
