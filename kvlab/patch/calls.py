@@ -49,10 +49,10 @@ def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Calla
             q_rope = args[1]
         graph = state.graph if captures else None
         attempt = Attempt(runtime, state, site, self, layer, forward_batch, q, q_rope, graph, captures)
-        holder.token_to_kv_pool = PoolView(pool, attempt)
         try:
             try:
                 try:
+                    holder.token_to_kv_pool = PoolView(pool, attempt)
                     attempt.enter(pool)
                     result = original(self, q, k, v, layer, forward_batch, *args, **kwargs)
                 finally:
@@ -71,10 +71,16 @@ def through(runtime: Runtime, site: Site, original: Callable[..., Any]) -> Calla
             except Restart:
                 amiss = ""
             except Exception as e:
-                if not attempt.undo or (captures and not attempt.strategy.leaves_plan):
+                if attempt.standing is None and attempt.served is None:
+                    # Nothing has begun: a property of a fork's or a subclass's, say.
+                    why, amiss = "the pool cannot be seen through a view", ""
+                    attempt.fell_back(why)
+                    runtime.say(f"calls of {site.name} are left to stock: {why}: {one_line(e)}")
+                elif not attempt.undo or (captures and not attempt.strategy.leaves_plan):
                     raise
-                # The kernel was handed other tables or rows than stock's.
-                amiss = one_line(e)
+                else:
+                    # The kernel was handed other tables or rows than stock's.
+                    amiss = one_line(e)
             attempt.leave()
             # SGLang's method again: it writes the same rows to the same slots, then casts as stock does.
             # Behind the handlers, whose tracebacks hold what the strategy had allocated.

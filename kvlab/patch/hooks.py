@@ -124,7 +124,7 @@ def _patch_module(
     mine = Replacements()
     placed = {}
     try:
-        sites = [site for site in sites if _is_as_read(runtime, module, vars(cls)[site.method], site)]
+        sites = [site for site in sites if _is_as_read(runtime, module, vars(cls).get(site.method), site)]
         if not sites:
             return
         for site in sites:
@@ -149,9 +149,13 @@ def _patch_module(
 
 def _is_as_read(runtime: Runtime, module: ModuleType, method: Any, site: Site) -> bool:
     """Is what stands there the code that `site` was read from, as it is or under wrappers that call it?"""
-    if beneath.leads_to(method, beneath.is_from(module, site.method, site.line)):
+    is_its_own = beneath.is_from(module, site.method, site.line)
+    if beneath.leads_to(method, is_its_own):
+        if not is_its_own(method):
+            runtime.wrapped[site.name] = f"{beneath.told(method)} lies around SGLang's method"
         return True
-    runtime.replaced(site, f"{site.method} is {beneath.told(method)}, which does not call SGLang's own")
+    what = "not there" if method is None else f"{beneath.told(method)}, which does not call SGLang's own"
+    runtime.replaced(site, f"{site.method} of {site.cls} is {what}")
     return False
 
 

@@ -202,9 +202,12 @@ def running(port: int | None = None) -> list[dict[str, Any]]:
             continue
         if port is None or said["server"].get("port") == port:
             found.append(said)
-    return sorted(
-        found, key=lambda s: tuple(s["server"].get(n) or 0 for n in ("dp_rank", "pp_rank", "tp_rank"))
-    )
+    return sorted(found, key=_rank)
+
+
+def _rank(said: dict[str, Any]) -> tuple[int, ...]:
+    numbers = (said["server"].get(n) for n in ("dp_rank", "pp_rank", "tp_rank"))
+    return tuple(n if isinstance(n, int) else 0 for n in numbers)
 
 
 def elsewhere() -> list[str]:
@@ -235,7 +238,9 @@ def _files() -> list[tuple[Path, dict[str, Any]]]:
             continue
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
-            said["pid"], said["started"], said["server"].get("port")
+            said["started"], said["server"].get("port")
+            if type(said["pid"]) is not int:
+                continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         found.append((path, said))

@@ -66,6 +66,8 @@ class Runtime:
         self.states: weakref.WeakKeyDictionary[Any, BackendState] = weakref.WeakKeyDictionary()
         self.chosen: dict[str, Choice] = {}
         self.unpatched: dict[str, str] = {}
+        # By site: who else wraps its method, beneath us.
+        self.wrapped: dict[str, str] = {}
         # By site: the class, the name of its method and what we put there.
         self.placed: dict[str, tuple[type, str, Any]] = {}
         for backend, state in before.states.items() if before is not None else ():
@@ -247,6 +249,11 @@ class Runtime:
         if not self.strategies[strategy].is_exact and server.is_deterministic(state.server_args):
             # A request's bits must not depend on who is served beside it: how a long one is cut does.
             return "deterministic inference"
+        if self.strategies[strategy].takes_over and (
+            other := self.wrapped.get(f"{facts.family}.{facts.kind}")
+        ):
+            # It would neither see nor change what comes from behind its back.
+            return other
         return self.trust.refusal(strategy, facts)
 
     def native_kv_dtype(self, backend: Any) -> torch.dtype | None:

@@ -68,7 +68,9 @@ def is_deterministic(server_args: Any) -> bool:
 
 def traced_by_compile(server_args: Any) -> str | None:
     """Which steps torch.compile traces, with stock's casts in them; None where it traces none."""
-    if not getattr(server_args, "enable_torch_compile", False):
+    # It compiles only what it captures.
+    has_graphs = not getattr(server_args, "disable_cuda_graph", False)
+    if not (has_graphs and getattr(server_args, "enable_torch_compile", False)):
         return None
     most = getattr(server_args, "torch_compile_max_bs", None)
     which = f"of up to {most} requests " if isinstance(most, int) else ""

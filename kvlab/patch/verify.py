@@ -24,6 +24,7 @@ from kvlab.patch.saying import one_line
 _TIMEOUT = 600
 # What a server's answer may hold, and ranks that it may have, before it is none of SGLang's.
 _MOST_BYTES, _MOST_RANKS = 1 << 26, 4096
+_NUMBERS = ("step_ms", "new_tokens")
 # Token ids, not text: no tokenizer decides. Small ids exist in every vocabulary.
 _LENGTHS = (7, 33, 130, 515)
 
@@ -128,7 +129,7 @@ def _is_measured(found: dict[str, Any]) -> bool:
     return (
         isinstance(tokens, list)
         and all(isinstance(t, list) for t in tokens)
-        and all(isinstance(found.get(n), int | float) for n in ("step_ms", "new_tokens"))
+        and all(isinstance(n := found.get(name), int | float) and abs(n) < 1e9 for name in _NUMBERS)
         and isinstance(found.get("patch"), dict | None)
     )
 

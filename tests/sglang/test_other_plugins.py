@@ -149,3 +149,49 @@ def test_rows_that_a_pool_hands_out_as_a_copy_hold_the_new_ones(strategy, where,
     with patch.applied(strategy):
         assert torch.equal(world.attend(batch, "decode", tensors), want)
         assert patch.status()["counters"]["calls"] == {"fa3.decode": {strategy: 1}}
+
+
+def test_a_wrapper_beneath_ours_is_not_taken_over(monkeypatch):
+    """Its hook is to see, and may change, what the call returns."""
+    original, seen = CLASS.forward_decode, []
+
+    @functools.wraps(original)
+    def theirs(*args, **kwargs):
+        seen.append(original(*args, **kwargs) * 2)
+        return seen[-1]
+
+    monkeypatch.setattr(CLASS, "forward_decode", theirs)
+    world = a_world()
+    want = step(world)
+    with patch.applied("fast"):
+        got = step(world)
+        assert patch.status()["counters"]["calls"] == {"fa3.decode": {"shadow": 1}}
+        assert "lies around SGLang's method" in patch.status()["chosen"]["fa3.decode"]["reason"]
+    assert got is seen[-1]
+    assert got.shape == want.shape
+
+
+@pytest.mark.parametrize("strategy", ["exact", "fast"])
+def test_a_pool_that_no_view_can_stand_for_is_stock_s(strategy, caplog):
+    world = a_world()
+    holder = world.backend if hasattr(world.backend, "token_to_kv_pool") else None
+    if holder is None:
+        pytest.skip("through 0.5.12 the batch holds the pool")
+    batch = world.batch(ForwardMode.DECODE, LENGTHS)
+    world.plan(batch)
+    tensors = world.tensors(batch)
+    want = world.attend(batch, "decode", tensors)
+    fork = type(CLASS.__name__, (type(holder),), {"token_to_kv_pool": property(lambda its: world.pool)})
+    holder.__class__ = fork
+    with patch.applied(strategy):
+        assert torch.equal(world.attend(batch, "decode", tensors), want)
+        assert patch.status()["counters"]["calls"] == {"fa3.decode": {"stock": 1}}
+        assert patch.status()["counters"]["fallbacks"] == {"the pool cannot be seen through a view": 1}
+    assert len(lines(caplog)) == 1
+
+
+def test_a_class_in_sglang_s_place_without_its_method(monkeypatch, caplog):
+    monkeypatch.setattr(fa3, CLASS.__name__, type("Other", (CLASS,), {}))
+    with patch.applied("exact"):
+        assert (site()["state"], site("extend")["state"]) == ("left alone", "left alone")
+    assert len(lines(caplog)) == 2

@@ -67,12 +67,13 @@ class Strategy(Protocol):
     """`enter` runs before SGLang's method, `cast` where it casts, `call.undo` after it.
 
     `leaves_plan`: is the plan stock's, so that the method can run again for stock once all is undone? Outside
-    of a capture another plan is made where need be.
+    of a capture another plan is made where need be. `takes_over`: may `cast` raise TakeOver?
     """
 
     name: str
     is_exact: bool
     leaves_plan: bool
+    takes_over: bool
 
     def refusal(self, facts: Facts) -> str | None:
         """Why it cannot serve such calls here, or None. Cheap; nothing is allocated."""
@@ -101,6 +102,7 @@ class Plain:
     """What a strategy answers where it has nothing of its own to say."""
 
     leaves_plan = True
+    takes_over = False
 
     def refusal(self, facts: Facts) -> str | None:
         return None

@@ -14,6 +14,7 @@ from kvlab.patch.strategies.base import Call, Plain, TakeOver, Unfit
 class Fused(Plain):
     name = "fused"
     is_exact = False
+    takes_over = True
 
     def __init__(self) -> None:
         # By device and lane. Captured graphs keep their addresses: an outgrown one is kept too.
