@@ -124,6 +124,25 @@ def test_passes_of_any_length_follow_each_other(device, monkeypatch):
         assert len(built) == lists
 
 
+def test_a_pass_whose_list_was_interrupted_reads_no_other_s(device, monkeypatch):
+    listed, turns = casts.slot_list, iter((False, True, False))
+
+    def interrupted(*of):
+        if next(turns):
+            raise KeyboardInterrupt
+        return listed(*of)
+
+    monkeypatch.setattr(casts, "slot_list", interrupted)
+    strategy, backend, active = Shadow(), Backend(), tables([3, 5], device)
+    for layer in range(3):
+        check(strategy, call(backend, layer, active), device)
+    active.table.add_(1)
+    with pytest.raises(KeyboardInterrupt):
+        check(strategy, call(backend, 0, active, generation=2), device)
+    for layer in (1, 2):
+        check(strategy, call(backend, layer, active, generation=2), device)
+
+
 def test_tables_that_cannot_be_listed_are_cast_as_they_are(device, monkeypatch):
     monkeypatch.setattr(casts, "slot_list", lambda *_: None)
     strategy, backend, active = Shadow(), Backend(), tables([4, 4, 6], device)

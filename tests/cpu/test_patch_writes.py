@@ -41,13 +41,16 @@ class Pool:
 
 
 class Backend:
-    """`between`: what its method does with its pool between write and cast; `reads`: the layer it casts."""
+    """`between`: what its method does with its pool between write and cast; `reads`: the layer it casts;
+    `writes`: where a layer writes of a step's slots, None: nothing.
+    """
 
     def __init__(self, pool, slots=(3, 9, 4)):
         self.token_to_kv_pool = pool
         ints = {"dtype": torch.int32, "device": pool.kv_buffer[0].device}
         self.kv_indptr = torch.tensor([0, len(slots)], **ints)
         self.between, self.reads = lambda pool: None, lambda layer: layer.layer_id
+        self.writes = lambda layer, loc: loc
         wrapper = SimpleNamespace(
             _kv_indices_buf=torch.tensor(slots, **ints),
             _kv_indptr_buf=self.kv_indptr,
@@ -57,7 +60,9 @@ class Backend:
 
     def forward_decode(self, q, k, v, layer, forward_batch):
         pool = self.token_to_kv_pool
-        pool.set_mla_kv_buffer(layer, forward_batch.loc, k, v)
+        loc = self.writes(layer, forward_batch.loc)
+        if loc is not None:
+            pool.set_mla_kv_buffer(layer, loc, k, v)
         self.between(pool)
         rows = pool.get_key_buffer(self.reads(layer)).to(q.dtype)
         # Attention may load slot 0 and mask it: a NaN there would go through.
@@ -149,6 +154,21 @@ def test_new_rows_are_read_by_their_own_layer(loc, tokens, graphs, kernels):
     assert its.fallbacks == {}
     is_joint = 0 < len(loc) <= 64 and (graphs or tokens != 3)
     assert its.kv_writes == ({"one launch": 1, "with the cast": 5} if is_joint else {"one launch": 6})
+
+
+@pytest.mark.parametrize("last", [None, (9,), (4,)], ids=["nothing", "another slot", "a copy"])
+def test_a_layer_that_writes_otherwise_than_the_first_reads_all_its_rows(last, kernels):
+    """The list leaves out what the first layers write: that is cast too where a layer does not write it."""
+    other = None if last is None else torch.tensor(last, dtype=torch.int64, device=kernels)
+    its = both(
+        change=lambda backend: setattr(
+            backend, "writes", lambda layer, loc: other if layer.layer_id == 2 else loc
+        ),
+        prepare=with_graphs,
+        device=kernels,
+    )
+    assert its.calls == {"flashinfer_mla.decode": {"shadow": 6}}
+    assert its.fallbacks == {}
 
 
 def test_what_failed_its_check_stays_two_launches(kernels, monkeypatch):
