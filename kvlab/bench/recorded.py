@@ -15,6 +15,11 @@ V = TypeVar("V", int, str)
 
 def newest(file: str, kind: type[T]) -> tuple[Path, T]:
     """The newest `data/recorded/*/<file>` by its provenance's date, decoded as `kind`."""
+    return by_date(file, kind)[0]
+
+
+def by_date(file: str, kind: type[T]) -> list[tuple[Path, T]]:
+    """All `data/recorded/*/<file>`, at least one, the newest first by their provenance's dates."""
     found = []
     for path in sorted(data.recorded().glob(f"*/{file}")):
         try:
@@ -25,7 +30,7 @@ def newest(file: str, kind: type[T]) -> tuple[Path, T]:
             raise BadInput(f"{path}: cannot be read ({e.strerror}); restore data/recorded") from None
     if not found:
         raise BadInput(f"--recorded: no {file} under data/recorded; measure on a GPU instead")
-    return max(found, key=lambda f: f[1].provenance.date)
+    return sorted(found, key=lambda f: f[1].provenance.date, reverse=True)
 
 
 def given(context: Any) -> set[str]:

@@ -101,6 +101,20 @@ def joined(paths: Sequence[Path]) -> ServeRun:
     return change(first, servers=servers)
 
 
+def compared(runs: Sequence[ServeRun]) -> ServeRun:
+    """The first run and, of the others of the same model and arguments, those with a server that it lacks.
+
+    Each is taken whole, and its servers keep its provenance: what was measured side by side is to be read so.
+    """
+    first, change = runs[0], msgspec.structs.replace
+    servers = list(first.servers)
+    for run in runs[1:]:
+        alike = change(run, provenance=first.provenance, servers=first.servers) == first
+        if alike and not {s.strategy for s in run.servers} <= {s.strategy for s in servers}:
+            servers += (change(s, provenance=s.provenance or run.provenance) for s in run.servers)
+    return change(first, servers=servers)
+
+
 def write(path: Path, run: ServeRun) -> None:
     """Write whole or not at all. Raises BadInput."""
     outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")

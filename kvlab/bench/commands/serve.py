@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kvlab.bench.serve_results import ServeRun
+    from rich.console import Console
+
+    from kvlab.bench.serve_results import Served, ServeRun
 
 
 def register(bench: typer.Typer) -> None:
@@ -20,7 +22,9 @@ def serve(
         list[str] | None,
         typer.Argument(help="After --: SGLang's own arguments, alike for every server."),
     ] = None,
-    recorded: Annotated[bool, typer.Option("--recorded", help="Print the newest recorded run.")] = False,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Print the newest recorded run of each server.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object and nothing else.")] = False,
     model_path: Annotated[
         Path | None,
@@ -104,14 +108,14 @@ def serve(
 def _recorded(
     context: typer.Context, strategies: str, concurrency: str, input_tokens: int, output_tokens: int
 ) -> "ServeRun":
-    """The newest recorded run, of it what was asked for."""
+    """The newest recorded run and earlier ones with servers that it lacks, of them what was asked for."""
     from msgspec.structs import replace
 
-    from kvlab.bench.recorded import given, newest, refuse_others, there
-    from kvlab.bench.serve_results import ServeRun
+    from kvlab.bench.recorded import by_date, given, refuse_others, there
+    from kvlab.bench.serve_results import ServeRun, compared
 
     refuse_others(context, "strategies", "concurrency", "input_tokens", "output_tokens")
-    run = newest("serve.json", ServeRun)[1]
+    run = compared([run for _, run in by_date("serve.json", ServeRun)])
     asked, servers = given(context), run.servers
     if "strategies" in asked:
         names = (s.strip() for s in strategies.split(",") if s.strip())
@@ -148,17 +152,26 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _show(run: "ServeRun") -> None:
+    """A table of the servers of each run: those of another run are not beside them."""
+    from itertools import groupby
+
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140
-    p = run.provenance
-    sglang = p.versions.get("sglang", "not installed here")
-    # The host's GPUs; which of them the servers had is in the provenance.
-    gpus = ", ".join(f"{n} x {name}" for name, n in Counter(p.gpus).items()) or "no GPU"
-    console.print(f"{run.model}, SGLang {sglang}, host of {gpus}, {p.date}")
+    for where, servers in groupby(run.servers, lambda s: s.provenance or run.provenance):
+        sglang = where.versions.get("sglang", "not installed here")
+        # The host's GPUs; which of them the servers had is in the provenance.
+        gpus = ", ".join(f"{n} x {name}" for name, n in Counter(where.gpus).items()) or "no GPU"
+        commit = "" if where.commit is None else f", commit {where.commit[:7]}"
+        console.print(f"{run.model}, SGLang {sglang}, host of {gpus}, {where.date}{commit}")
+        _table(console, list(servers))
+
+
+def _table(console: "Console", servers: "list[Served]") -> None:
+    from rich.table import Table
+
     table = Table()
     columns = (
         "server",
@@ -173,7 +186,7 @@ def _show(run: "ServeRun") -> None:
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "server" else "right")
-    for server in run.servers:
+    for server in servers:
         peak = "" if server.gpu_peak_bytes is None else f"{server.gpu_peak_bytes / 1e9:.1f}"
         same = {None: "", True: "yes", False: "no"}[server.same_tokens]
         for number, one in enumerate(server.loads):
@@ -189,8 +202,6 @@ def _show(run: "ServeRun") -> None:
                 *head[1:],
             )
     console.print(table)
-    for server in run.servers:
-        if server.provenance is not None:
-            console.print(f"{server.strategy}: of {server.provenance.date}, {server.provenance.commit}")
+    for server in servers:
         if server.error:
             console.print(f"{server.strategy}: {server.error}")
