@@ -58,6 +58,23 @@ def test_of_the_servers_those_and_their_loads(capsys):
     assert (shown["strategy"], [one["concurrency"] for one in shown["loads"]]) == (name, [1, 16])
 
 
+def test_a_server_that_the_newest_run_lacks_is_shown_with_those_beside_it(capsys):
+    code, out, _ = kvlab(capsys, "serve", "--recorded")
+    assert code == 0
+    tables = [part for part in out.split("glm-5, TP 8") if part]
+    assert [
+        [line.split()[1] for line in t.splitlines() if "│ " in line and line[2] != " "] for t in tables
+    ] == [
+        ["exact", "fast"],
+        ["off", "exact"],
+    ]
+    code, out, _ = kvlab(capsys, "serve", "--recorded", "--json")
+    shown = json.loads(out)
+    assert [s["strategy"] for s in shown["servers"]] == ["exact", "fast", "off", "exact"]
+    assert [s["provenance"] is None for s in shown["servers"]] == [True, True, False, False]
+    assert shown["provenance"]["date"] > shown["servers"][-1]["provenance"]["date"]
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -10,7 +10,7 @@ from kvlab import data
 FOLDER = data.recorded() / "h200-serve"
 SECOND = data.recorded() / "h200-serve-2"
 THIRD = data.recorded() / "h200-serve-3"
-FOURTH = data.recorded() / "h200-serve-4"
+FIFTH = data.recorded() / "h200-serve-5"
 
 
 def read(name):
@@ -29,8 +29,8 @@ def identical(found):
 
 @pytest.mark.parametrize(
     "path",
-    sorted(p for folder in (FOLDER, SECOND, THIRD, FOURTH) for p in folder.glob("*.json")),
-    ids=lambda p: p.name,
+    sorted(p for folder in (FOLDER, SECOND, THIRD, FIFTH) for p in folder.glob("*.json")),
+    ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_every_file_says_where_it_ran(path):
     text = path.read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_ranks_and_drafts_repeat_stock_too(name, case, against, ranks):
 
 
 def test_verify_and_status_over_http():
-    servers = fourth("http.json")["servers"]
+    servers = fifth("http.json")["servers"]
     assert servers["off"]["verify"]["rc"] == 0
     for name, strategy in {"installed": "exact", "kvlab_serve": "exact", "uninstalled": None}.items():
         assert servers[name]["verify"]["rc"] == 0
@@ -136,8 +136,8 @@ def third(name):
     return json.loads((THIRD / name).read_text(encoding="utf-8"))
 
 
-def fourth(name):
-    return json.loads((FOURTH / name).read_text(encoding="utf-8"))
+def fifth(name):
+    return json.loads((FIFTH / name).read_text(encoding="utf-8"))
 
 
 def second(name):
@@ -188,28 +188,33 @@ def test_all_layers_over_http_under_load():
     assert off.loads[0].tpot_ms_median > 6 * exact.loads[0].tpot_ms_median
 
 
-def test_fast_under_load_serves_every_request_and_falls_back_nowhere():
+def test_fast_beside_exact_under_load_serves_every_request_and_falls_back_nowhere():
     import msgspec
 
     from kvlab.bench.serve_results import ServeRun
 
-    run = msgspec.convert(fourth("serve-fast.json"), ServeRun)
+    run = msgspec.convert(fifth("serve.json"), ServeRun)
     before = msgspec.convert(second("serve.json"), ServeRun)
     assert (run.model, run.server_args) == (before.model, before.server_args)
-    (fast,) = run.servers
-    assert fast.strategy == "fast"
-    assert fast.error is None
-    (line,) = fast.log_lines
-    assert (
-        "fast: decode fused, extend shadow; a decode step no longer casts 495,553 slots x 78 layers" in line
-    )
-    assert fast.patch["counters"]["fallbacks"] == {}
-    assert set(fast.patch["counters"]["calls"]["flashinfer_mla.decode"]) == {"fused"}
-    assert [load.concurrency for load in fast.loads] == [1, 16, 64]
-    assert all(load.completed == load.requests for load in fast.loads)
-    operator = fourth("operator-fast.json")["servers"]["fast"]
-    assert operator["verify"]["rc"] == operator["status"]["rc"] == 0
-    assert json.loads(operator["status"]["out"])["counters"]["fallbacks"] == {}
+    assert [s.strategy for s in run.servers] == ["exact", "fast"]
+    operator = fifth("operator.json")["servers"]
+    for server, decode in zip(run.servers, ("shadow", "fused"), strict=True):
+        assert server.error is None
+        (line,) = server.log_lines
+        assert f"{server.strategy}: decode {decode}, extend shadow; a decode step no longer casts" in line
+        assert "495,553 slots x 78 layers" in line
+        assert server.patch["counters"]["fallbacks"] == {}
+        assert set(server.patch["counters"]["calls"]["flashinfer_mla.decode"]) == {decode}
+        assert [load.concurrency for load in server.loads] == [1, 16, 64]
+        assert all(load.completed == load.requests for load in server.loads)
+        typed = operator[server.strategy]
+        assert typed["verify"]["rc"] == typed["status"]["rc"] == 0
+        assert json.loads(typed["status"]["out"])["counters"]["fallbacks"] == {}
+    exact, fast = run.servers
+    assert sum(load.completed for load in fast.loads) == 164
+    for a, b in zip(exact.loads, fast.loads, strict=True):
+        assert b.tpot_ms_median < a.tpot_ms_median
+    assert json.loads(operator["fast"]["verify"]["out"])["strategy_before"] == "exact"
 
 
 def test_an_operator_s_commands_at_the_loaded_servers():
@@ -291,13 +296,14 @@ LINES = {
 
 @pytest.mark.parametrize("case", LINES)
 def test_faults_lose_no_request_change_no_token_and_say_one_line(case):
-    found = third("faults.json")["cases"][case]
+    found = fifth("faults.json")["cases"][case]
     assert served(found)
     assert found["a_prompt_token_matters"]
     assert found["crowd"]["complete"] == 15
     alike = found.get("against_no_graphs_off", found["against_off"])
     assert identical(alike)
-    assert found["tracebacks"] == 0
+    assert found["together_as_unpatched"] == {"answers": 30, "same_tokens": 30}
+    assert found["tracebacks"] == found["ranks_after_shutdown"] == 0
     # One line beside the one of the start, which tells how each kind of call is served.
     lines = [line.partition("kvlab: ")[2] for line in found["lines"]]
     assert len(lines) == len(set(lines))
@@ -308,7 +314,7 @@ def test_faults_lose_no_request_change_no_token_and_say_one_line(case):
 
 
 def test_what_broke_is_left_to_stock():
-    faults = third("faults.json")["cases"]
+    faults = fifth("faults.json")["cases"]
     (rank,) = faults["fault_removed"]["ranks"]
     assert (rank["strategy"], rank["note"]) == ("off", "captured graphs stay patched")
     (rank,) = faults["fault_compile"]["ranks"]
@@ -323,17 +329,19 @@ def test_what_broke_is_left_to_stock():
 
 
 def test_fast_without_nvrtc_says_so_in_a_line():
-    found = third("faults.json")["cases"]["fault_nvrtc"]
+    found = fifth("faults.json")["cases"]["fault_nvrtc"]
     assert served(found)
     assert sum("CUDA kernels for this chip do not compile" in line for line in found["lines"]) == 1
 
 
 @pytest.mark.parametrize("name", ["installed", "excluded", "strict", "no_graphs"])
 def test_the_last_tree_repeats_stock_to_the_bit(name):
-    cases = third("faults.json")["cases"]
+    cases = fifth("faults.json")["cases"]
     assert served(cases[name])
     assert cases[name]["a_prompt_token_matters"]
     assert identical(cases[name]["against_no_graphs_off" if name == "no_graphs" else "against_off"])
+    together = cases[name]["together_as_unpatched"]
+    assert together["answers"] == together["same_tokens"] == (126 if name == "installed" else 30)
     assert len(cases[name]["lines"]) == (name != "excluded")
     for rank in cases[name]["ranks"]:
         assert rank["counters"]["fallbacks"] == {}
@@ -342,7 +350,7 @@ def test_the_last_tree_repeats_stock_to_the_bit(name):
 
 
 def test_strict_and_mistyped_refuse_in_one_line_on_the_last_tree():
-    cases = third("faults.json")["cases"]
+    cases = fifth("faults.json")["cases"]
     for name, said in {"altered_strict": "not served unpatched", "mistyped": "is not a strategy"}.items():
         assert (cases[name]["rc"], cases[name]["left"], cases[name]["tracebacks"]) == (1, 0, 0)
         (line,) = cases[name]["lines"]
@@ -350,14 +358,28 @@ def test_strict_and_mistyped_refuse_in_one_line_on_the_last_tree():
 
 
 def test_two_gpus_on_the_last_tree_repeat_stock_to_the_bit():
-    cases = third("two.json")["cases"]
-    # The run was cut when both had answered everything, before their ends were written down.
-    assert all(cases[n]["answers"] == 13 and cases[n]["crowd"]["complete"] == 15 for n in ("tp2", "tp2_off"))
+    cases = fifth("two.json")["cases"]
+    for case in cases.values():
+        assert served(case)
+        assert case["a_prompt_token_matters"]
+        assert case["crowd"]["complete"] == 15
+        assert case["ranks_after_shutdown"] == 0
     assert identical(cases["tp2"]["against_tp2_off"])
-    assert cases["tp2_off"]["ranks"] == []
+    assert cases["tp2"]["together_as_unpatched"] == {"answers": 30, "same_tokens": 30}
+    assert cases["tp2_off"]["ranks"] == cases["tp2_off"]["lines"] == []
     ranks = cases["tp2"]["ranks"]
-    assert len(ranks) == 2
+    assert [r["server"]["tp_rank"] for r in ranks] == [0, 1]
+    # A line a rank.
+    assert len(cases["tp2"]["lines"]) == 2
     assert all(r["chosen"] == ranks[0]["chosen"] and r["counters"]["fallbacks"] == {} for r in ranks)
+
+
+def test_what_serves_is_of_one_tree():
+    """The README says so of these."""
+    (commit,) = {
+        json.loads(p.read_text(encoding="utf-8"))["provenance"]["commit"] for p in FIFTH.glob("*.json")
+    }
+    assert f"commit {commit[:7]}" in (FIFTH / "README.md").read_text(encoding="utf-8")
 
 
 def test_busy_servers_give_one_of_two_answers_and_only_unpatched_ones_a_third():

@@ -70,6 +70,8 @@ def verdict(name: str, said: dict[str, Any], end: dict[str, Any], log: str) -> d
         }
     if CASES[name].shows:
         found["mode"] = mode(name, said)
+    elif "at_once" in mine and "at_once" in unpatched:
+        found["together_as_unpatched"] = together(mine, unpatched)
     if mine.get("rounds"):
         found["rounds"] = repeats(mine, said)
     if "mixed" in mine:
@@ -106,13 +108,11 @@ def mode(name: str, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def together(a: dict[str, Any], b: dict[str, Any]) -> dict[str, int]:
-    """Of the answers to questions that came together: all, and those with the same tokens."""
-    pairs = [
-        pair
-        for x, y in ((a["at_once"], b["at_once"]), ([a.get("mixed", [])], [b.get("mixed", [])]))
-        for once, other in zip(x, y, strict=True)
-        for pair in zip(once, other, strict=True)
-    ]
+    """Of the answers to questions that came together, to both: all, and those with the same tokens."""
+    loads = [*zip(a["at_once"], b["at_once"], strict=True)]
+    if "mixed" in a and "mixed" in b:
+        loads.append((a["mixed"], b["mixed"]))
+    pairs = [pair for once, other in loads for pair in zip(once, other, strict=True)]
     return {"answers": len(pairs), "same_tokens": sum(x == y for x, y in pairs)}
 
 
