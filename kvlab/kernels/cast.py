@@ -16,7 +16,7 @@ import torch
 
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.cast_cut import Tuning, constants, may_draw, requests_held, tuning
+from kvlab.kernels.cast_cut import Tuning, constants, may_draw, programs, requests_held, tuning
 from kvlab.kernels.cast_kernel import kvlab_cast
 from kvlab.kernels.checks import WIDE_DTYPES, described, expect, rows_2d
 from kvlab.kernels.chip import chip
@@ -114,7 +114,7 @@ def _check_list(found: SlotMap | SlotList, rows: torch.Tensor) -> None:
         )
 
 
-def _are_aligned(source: torch.Tensor, target: torch.Tensor) -> bool:
+def are_aligned(source: torch.Tensor, target: torch.Tensor) -> bool:
     """Do rows of both start at multiples of 16 bytes, each of them?"""
     return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (source, target))
 
@@ -179,7 +179,7 @@ def _arguments(
 
     def compiled_with() -> dict[str, Any]:
         return {
-            **constants(cut, width, _are_aligned(source, target)),
+            **constants(cut, width, are_aligned(source, target)),
             "PAGE_SIZE": page_size,
             "BATCH": batches,
             "FILLED": filled is not None,
@@ -189,12 +189,12 @@ def _arguments(
         }
 
     dtypes = source.dtype, target.dtype, table.dtype, bounds.dtype
-    programs = cut.grid * chip(device)[1]
+    most = cut.grid * chip(device)[1]
     # Nothing that is not drawn from needs memory: any other int32 of the launch stands for the counters.
-    draws = bounds.dtype != torch.int32 or may_draw(cut, width, programs, batch if paged else 1, limit)
+    draws = bounds.dtype != torch.int32 or may_draw(cut, width, most, batch if paged else 1, limit)
     return (
         (device.index, cut, dtypes, strides, width, page_size, batches, filled is not None, compact),
-        programs,
+        programs(cut, width, most, batch if paged else 0, limit),
         (
             source if cut.native else source.view(torch.uint8),
             target,

@@ -41,12 +41,13 @@ def tuning_for(capability: int) -> Tuning:
     """The cut that sweeps on an H200 found best (data/recorded/h200-cast-notes-3); small in the interpreter,
     capability 0.
 
-    The grid is what fits an SM at once. More programs would slow small steps, which wait for all to start.
+    The grid is at most what fits an SM at once. More programs slow small steps, which wait for all to start.
     """
     if not capability:
         return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
-    native = capability >= 89
-    return Tuning(lanes=1024 if native else 512, unit=8, warps=8, grid=4, native=native, few=256)
+    if capability < 89:
+        return Tuning(lanes=512, unit=8, warps=8, grid=4, native=False, few=256)
+    return Tuning(lanes=1024, unit=8, warps=8, grid=3, native=True, few=256)
 
 
 def constants(cut: Tuning, width: int, is_aligned: bool) -> dict[str, int | bool]:
@@ -72,6 +73,18 @@ def constants(cut: Tuning, width: int, is_aligned: bool) -> dict[str, int | bool
         # What lets so many programs stay on an SM; the compiler may spill below it, or pass it by one.
         **({"maxnreg": registers} if in_words and registers < 255 else {}),
     }
+
+
+@lru_cache
+def programs(cut: Tuning, width: int, most: int, batch: int, rows: int) -> int:
+    """How many are launched, `most` on a chip: fewer where the tables can hold no more than those have to do.
+
+    `batch` requests of at most `rows` rows of `width` bytes, or with 0 a list of so many rows.
+    """
+    its = constants(cut, width, False)
+    units = (its["FEW_UNIT"],) if batch else (its["LEAST_UNIT"], its["FEW_UNIT"])
+    tiles = (max(batch, 1) * -(-rows // (int(its["FEW_LANES"]) // (width // int(u)))) for u in units)
+    return max(1, next((n for n in tiles if n <= most), most))
 
 
 @lru_cache

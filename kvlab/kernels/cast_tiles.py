@@ -30,14 +30,14 @@ def length_of(b, lengths, BATCH: tl.constexpr):
 
 
 @triton.jit
-def walk_on(tile, b, before, length, bounds, batch, limit, ROWS: tl.constexpr):
+def walk_on(tile, b, before, length, bounds, batch, limit, tiles, ROWS: tl.constexpr):
     """Request, tiles before it and its length for `tile`, from those of a tile before it.
 
     A walk over short requests costs fewer registers than holding all lengths, and fewer registers are more
-    rows on their way.
+    rows on their way. From `tiles` on there is nothing to walk to: no row of such a tile is within a length.
     """
     end = before + (length + ROWS - 1) // ROWS
-    while (tile >= end) & (b < batch - 1):
+    while (tile >= end) & (tile < tiles) & (b < batch - 1):
         b += 1
         before = end
         length = tl.minimum(tl.maximum(tl.load(bounds + b), 0), limit)

@@ -66,6 +66,7 @@ def new_row(
     nope,
     rope,
     token,
+    part,
     nope_stride,
     rope_stride,
     NOPE: tl.constexpr,
@@ -77,9 +78,11 @@ def new_row(
     NAN: tl.constexpr,
     NEGATIVE_NAN: tl.constexpr,
 ):
-    """One new token (int64): its slot, BLOCK columns, which of them a row has, and their FP8 codes."""
+    """One new token (int64): its slot, BLOCK columns from `part` on, which of them a row has, and their FP8
+    codes.
+    """
     slot = tl.load(loc + token).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    column = part + tl.arange(0, BLOCK)
     is_nope = column < NOPE
     is_rope = (column >= NOPE) & (column < NOPE + ROPE)
     a = tl.load(nope + token * nope_stride + column, mask=is_nope, other=0).to(tl.float32)
@@ -127,6 +130,7 @@ def kvlab_kv_write(
         nope,
         rope,
         token,
+        0,
         nope_stride,
         rope_stride,
         NOPE,

@@ -1,7 +1,7 @@
 """Who takes the next tile? Counters from which the programs of one launch draw.
 
 SMs do not move bytes equally fast: of equal shares the slowest SM's ends last. A program that draws its next
-tile takes what the others leave. The counters are zero between launches; the last program to end sees to it.
+tile takes what the others leave. The counters are zero between launches; who draws the last sees to it.
 
 They stay zero unless a table's bounds change while a cast runs, which nothing does that attends rightly. Such
 a cast would leave them as they are, and later ones that draw from them would leave tiles out. With CUDA
@@ -14,7 +14,7 @@ import torch
 
 from kvlab.kernels.direct import current_stream
 
-# Of a cast's target its counters, int32 [4].
+# Of a cast's target its counters, int32 [4]; the first is drawn from.
 Counters = Callable[[torch.Tensor], torch.Tensor]
 
 # One for each stream, and for each buffer that captured casts write to; 16 bytes apart, as `Direct` wants it.

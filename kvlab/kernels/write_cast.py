@@ -8,6 +8,7 @@ the shadow, and the others cast what is left on the list, which nobody is writin
 two launches, one after the other.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,14 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kvlab.kernels.cast_cut import Tuning, widest_unit
+from kvlab.kernels.cast import are_aligned
+from kvlab.kernels.cast_cut import Tuning, constants, may_draw, tuning
+from kvlab.kernels.cast_kernel import cast_rows
 from kvlab.kernels.chip import chip, early_launch, starts_early
 from kvlab.kernels.direct import Direct
 from kvlab.kernels.kv_write import edge_codes, new_row
+from kvlab.kernels.tickets import Counters, tickets_of
 from kvlab.kernels.widen import widen
 
 # A larger batch takes two launches, which it does not notice.
 MAX_WRITES = 64
+# Columns of a new row that a program writes, one a thread. When the wait of an early launch ends, the others
+# have only to store: how soon new rows are converted is how long it takes.
+_COLUMNS = 256
 
 
 @triton.jit(do_not_specialize=["writes"])
@@ -47,6 +54,7 @@ def _write(
     nope,
     rope,
     token,
+    part,
     row_stride,
     out_stride,
     nope_stride,
@@ -61,12 +69,13 @@ def _write(
     NAN: tl.constexpr,
     NEGATIVE_NAN: tl.constexpr,
 ):
-    """One new token: its codes to the pool, what they mean to the shadow."""
+    """A part of a new token: its codes to the pool, what they mean to the shadow."""
     slot, column, is_row, code = new_row(
         loc,
         nope,
         rope,
         token,
+        part,
         nope_stride,
         rope_stride,
         NOPE,
@@ -84,29 +93,6 @@ def _write(
     tl.store(out + slot * out_stride + column, wide, mask=is_row & (slot > 0))
 
 
-@triton.jit
-def _cast(
-    rows,
-    out,
-    entry,
-    live,
-    column,
-    row_stride,
-    out_stride,
-    num_slots,
-    E5M2: tl.constexpr,
-    BF16: tl.constexpr,
-    NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    slot = entry.to(tl.int64)
-    live &= (slot >= 0) & (slot < num_slots)
-    x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    tl.store(out + slot[:, None] * out_stride + column, widen(x, E5M2, BF16, NATIVE), mask=live[:, None])
-
-
 @triton.jit(do_not_specialize=["num_slots", "limit", "writes"])
 def kvlab_write_cast(
     codes,
@@ -117,6 +103,7 @@ def kvlab_write_cast(
     loc,
     nope,
     rope,
+    tickets,
     row_stride,
     out_stride,
     nope_stride,
@@ -127,9 +114,13 @@ def kvlab_write_cast(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     FEW_UNIT: tl.constexpr,
+    LEAST_UNIT: tl.constexpr,
     LANES: tl.constexpr,
+    FEW_LANES: tl.constexpr,
+    WORDS: tl.constexpr,
     E5M2: tl.constexpr,
     BF16: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -145,8 +136,10 @@ def kvlab_write_cast(
     an attention before it may still read, the shadow, written after it. The list and the rows that it names
     are older.
     """
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    writers = writes * PARTS
     program = tl.program_id(0)
-    if program < writes:
+    if program < writers:
         if EARLY:
             tl.extra.cuda.gdc_wait()
         _write(
@@ -155,7 +148,8 @@ def kvlab_write_cast(
             loc,
             nope,
             rope,
-            program.to(tl.int64),
+            (program // PARTS).to(tl.int64),
+            program % PARTS * BLOCK,
             row_stride,
             out_stride,
             nope_stride,
@@ -171,68 +165,44 @@ def kvlab_write_cast(
             NEGATIVE_NAN,
         )
     else:
-        first = program - writes
-        step = tl.num_programs(0) - writes
-        lane = tl.arange(0, LANES)
-        FEW_UNITS: tl.constexpr = (NOPE + ROPE) // FEW_UNIT
-        FEW_ROWS: tl.constexpr = LANES // FEW_UNITS
-        # The entries are read while their count is still on its way.
-        few_row = lane // FEW_UNITS
-        few_position = first * FEW_ROWS + few_row
-        few_live = few_row < FEW_ROWS
-        few_entry = tl.load(slots + few_position, mask=few_live & (few_position < limit), other=-1)
-        total = tl.minimum(tl.load(count), limit)
-        if (total + FEW_ROWS - 1) // FEW_ROWS <= step:
-            few_column = (lane % FEW_UNITS)[:, None] * FEW_UNIT + tl.arange(0, FEW_UNIT)[None, :]
-            few_live &= few_position < total
-            _cast(
-                rows,
-                out,
-                few_entry,
-                few_live,
-                few_column,
-                row_stride,
-                out_stride,
-                num_slots,
-                E5M2,
-                BF16,
-                NATIVE,
-                EARLY,
-            )
-        else:
-            # Many rows: the rows of the next tile are on their way while this one is written.
-            UNITS: tl.constexpr = (NOPE + ROPE) // UNIT
-            ROWS: tl.constexpr = LANES // UNITS
-            row = lane // UNITS
-            is_row = row < ROWS
-            column = (lane % UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-            tiles = (total + ROWS - 1) // ROWS
-            position = first * ROWS + row
-            slot = tl.load(slots + position, mask=is_row & (position < total), other=-1).to(tl.int64)
-            live = (slot >= 0) & (slot < num_slots)
-            x = tl.load(rows + slot[:, None] * row_stride + column, mask=live[:, None])
-            position += step * ROWS
-            entry = tl.load(slots + position, mask=is_row & (position < total), other=-1)
-            if EARLY:
-                tl.extra.cuda.gdc_wait()
-            for _ in range(first, tiles, step):
-                ahead = entry.to(tl.int64)
-                more = (ahead >= 0) & (ahead < num_slots)
-                coming = tl.load(rows + ahead[:, None] * row_stride + column, mask=more[:, None])
-                position += step * ROWS
-                entry = tl.load(slots + position, mask=is_row & (position < total), other=-1)
-                y = widen(x, E5M2, BF16, NATIVE)
-                tl.store(out + slot[:, None] * out_stride + column, y, mask=live[:, None])
-                x, slot, live = coming, ahead, more
+        cast_rows(
+            program - writers,
+            tl.num_programs(0) - writers,
+            rows,
+            out,
+            slots,
+            count,
+            slots,
+            tickets,
+            row_stride,
+            out_stride,
+            0,
+            num_slots,
+            0,
+            limit,
+            WIDTH,
+            UNIT,
+            FEW_UNIT,
+            LEAST_UNIT,
+            LANES,
+            FEW_LANES,
+            PAGE_SIZE=1,
+            BATCH=0,
+            FILLED=False,
+            COMPACT=False,
+            E5M2=E5M2,
+            BF16=BF16,
+            NATIVE=NATIVE,
+            WORDS=WORDS,
+            EARLY=EARLY,
+        )
 
 
 @lru_cache
 def _tuning(device: torch.device) -> Tuning:
-    """The cut that sweeps of this launch found best (data/recorded/h200-cast-notes-3)."""
-    capability, _ = chip(device)
-    if not capability:
-        return Tuning(lanes=128, unit=16, warps=4, grid=1, native=False)
-    return Tuning(lanes=512, unit=16, warps=8, grid=3, native=capability >= 89)
+    """The cast's cut, with four programs an SM: some write new rows (data/recorded/h200-cast-notes-3)."""
+    cut = tuning(device)
+    return replace(cut, grid=4) if chip(device)[0] else cut
 
 
 _without = Direct(kvlab_slot_list_without)
@@ -266,6 +236,7 @@ def write_cast(
     *,
     early: bool = False,
     cut: Tuning | None = None,
+    tickets: Counters = tickets_of,
 ) -> torch.Tensor:
     """`kv_write.write(buffer, loc, nope, rope, fp8)`, and a shadow cast of a list `without` them, at once.
 
@@ -273,44 +244,45 @@ def write_cast(
     count as in `without`; loc int32 or int64 [tokens], at most MAX_WRITES; nope [tokens, rank], rope
     [tokens, rope]. Every slot of `loc` but 0 is written to the shadow, active or not. `early`: the list and
     its rows were complete before the kernel that runs before this one, so both may be read while that one
-    ends (programmatic dependent launch, SM90 on). Returns `shadow`.
+    ends (programmatic dependent launch, SM90 on). `tickets`: as in `shadow_cast`. Returns `shadow`.
     """
     device, dtype = buffer.device, nope.dtype
     source, target = buffer.view(buffer.shape[0], -1), shadow.view(shadow.shape[0], -1)
     cut = cut or _tuning(device)
     early = early and starts_early(device)
     rank, rope_width = nope.shape[-1], rope.shape[-1]
+    width, tokens = rank + rope_width, loc.numel()
     strides = source.stride(0), target.stride(0), nope.stride(0), rope.stride(0)
+    block = min(_COLUMNS, triton.next_power_of_2(width))
+    writers = tokens * -(-width // block)
+    programs = max(cut.grid * chip(device)[1], writers + 2)
+    draws = may_draw(cut, width, programs - writers, 1, slots.numel())
 
-    def constants() -> dict[str, Any]:
+    def compiled_with() -> dict[str, Any]:
         over, inf, nan, negative = edge_codes(fp8, dtype, device)
-        width = rank + rope_width
-        unit = widest_unit(width, cut.unit)
-        few = min(unit, 8)
         return {
+            **constants(cut, width, are_aligned(source, target)),
             "NOPE": rank,
             "ROPE": rope_width,
-            "BLOCK": triton.next_power_of_2(width),
-            "UNIT": unit,
-            "FEW_UNIT": few,
-            "LANES": max(cut.lanes, triton.next_power_of_2(width // few)),
+            "BLOCK": block,
             "E5M2": fp8 == torch.float8_e5m2,
             "BF16": target.dtype == torch.bfloat16,
-            "NATIVE": cut.native,
             "OVER": over,
             "INF": inf,
             "NAN": nan,
             "NEGATIVE_NAN": negative,
             "EARLY": early,
-            "num_warps": cut.warps,
             **early_launch(early),
         }
 
     _launch(
-        (device.index, cut, early, fp8, dtype, loc.dtype, target.dtype, rank, rope_width, strides),
-        max(cut.grid * chip(device)[1], loc.numel() + 2),
-        (source, source.view(fp8) if cut.native else source, target, slots, count, loc, nope, rope),
-        (*strides, source.shape[0], slots.numel(), loc.numel()),
-        constants,
+        (device.index, cut, block, early, fp8, dtype, loc.dtype, target.dtype, rank, rope_width, strides),
+        programs,
+        (
+            *(source, source.view(fp8) if cut.native else source, target, slots, count, loc, nope, rope),
+            tickets(target) if draws else count,
+        ),
+        (*strides, source.shape[0], slots.numel(), tokens),
+        compiled_with,
     )
     return shadow

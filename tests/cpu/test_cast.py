@@ -34,7 +34,7 @@ from kvlab.kernels.cast import (
     slot_list,
     slot_map,
 )
-from kvlab.kernels.cast_cut import DRAWN, Tuning, constants, may_draw
+from kvlab.kernels.cast_cut import DRAWN, Tuning, constants, may_draw, programs
 from kvlab.kernels.slot_map import compact_rows
 from kvlab.kernels.tickets import tickets_of
 
@@ -361,6 +361,22 @@ def test_a_cast_that_may_not_draw_has_no_tile_to_draw(lengths, width, programs, 
     assert may_draw(cut, width, programs, len(lengths), most) >= is_drawn
     if min(lengths) == most:
         assert may_draw(cut, width, programs, len(lengths), most) == is_drawn
+
+
+@given(
+    rows=st.integers(0, 3000),
+    batch=st.integers(0, 5),
+    width=st.sampled_from([48, 576]),
+    most=st.integers(1, 600),
+)
+@bounded
+def test_fewer_programs_than_fit_have_a_tile_each_at_most(rows, batch, width, most):
+    """However many of the rows that a table can hold are active."""
+    cut = Tuning(lanes=1024, unit=8, warps=8, grid=3, native=True, few=256)
+    its = constants(cut, width, True)
+    tiles = max(batch, 1) * -(-rows // (its["FEW_LANES"] // (width // its["FEW_UNIT"])))
+    launched = programs(cut, width, most, batch, rows)
+    assert tiles <= launched <= most or launched == most
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

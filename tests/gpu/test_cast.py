@@ -17,6 +17,7 @@ from kernel_inputs import (
     untouched,
 )
 
+from kvlab.kernels import kv_write
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.cast import (
     Tuning,
@@ -27,6 +28,7 @@ from kvlab.kernels.cast import (
     slot_list,
     slot_map,
 )
+from kvlab.kernels.write_cast import without, write_cast
 
 ROW = 576
 
@@ -173,6 +175,41 @@ def test_programs_draw_their_tiles_on_any_stream_and_in_graphs(way, device):
         shadow.view(torch.int16).fill_(UNTOUCHED)
     shadow_cast(rows, one, active)
     assert torch.equal(one.view(torch.int16), wanted)
+
+
+@pytest.mark.parametrize("new", [1, 64])
+def test_new_rows_are_written_while_others_are_drawn(new, device):
+    """One launch for both, begun early in a graph, has the bits of two launches, each time."""
+    slots, n, fp8 = 200_000, 150_016, torch.float8_e4m3fn
+    rows = torch.randint(0, 256, (slots, 1, ROW), dtype=torch.uint8, device=device)
+    at = (torch.randperm(slots - 1, device=device) + 1)[:n]
+    active = ActiveSlots.ragged(at.to(torch.int32), torch.tensor([0, n], dtype=torch.int32, device=device))
+    loc, made = at[-new:].clone(), torch.randn(new, ROW, device=device).to(torch.bfloat16)
+    wanted, apart = rows.clone(), untouched(slots, 1, ROW, dtype=torch.bfloat16, device=device)
+    kv_write.write(wanted, loc, made[:, :512], made[:, 512:], fp8)
+    shadow_cast(wanted.view(fp8), apart, active)
+    found = slot_list(active, list_for(slots, rows.device))
+    without(found.slots, found.count, loc)
+    shadow, given = untouched(slots, 1, ROW, dtype=torch.bfloat16, device=device), torch.empty_like(made)
+
+    def layer(early: bool) -> None:
+        torch.mul(made, 1, out=given)
+        write_cast(
+            rows, shadow, found.slots, found.count, loc, given[:, :512], given[:, 512:], fp8, early=early
+        )
+
+    layer(False)
+    graph = torch.cuda.CUDAGraph()
+    layer(True)
+    with torch.cuda.graph(graph):
+        layer(True)
+        layer(True)
+    for replay in [lambda: layer(False), *[graph.replay] * 3]:
+        shadow.view(torch.int16).fill_(UNTOUCHED)
+        given.fill_(0)
+        replay()
+        assert torch.equal(rows, wanted)
+        assert torch.equal(shadow.view(torch.int16), apart.view(torch.int16))
 
 
 def test_layers_that_are_slices_of_one_pool(device):
