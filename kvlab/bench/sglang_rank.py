@@ -290,7 +290,8 @@ def server_args(setup: Setup) -> dict[str, Any]:
         "kv_cache_dtype": setup.kv_cache_dtype,
         "max_total_tokens": setup.pool,
         "page_size": setup.page_size,
-        "max_running_requests": max(*setup.batches, 16),
+        # One more than a step's largest batch: a request may run beside it.
+        "max_running_requests": max(*setup.batches, 16) + 1,
         "cuda_graph_bs_decode": sorted(setup.batches),
         "disable_cuda_graph": not setup.cuda_graphs,
         "disable_prefill_cuda_graph": True,

@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(Req, "set_extend_range"), reason="this release's requests differ"),
 ]
 SLOTS, LAYERS = 4096, 3
+SETUP = Setup("rank", "exact", SLOTS, (1, 16))
 
 
 @pytest.fixture
@@ -53,10 +54,10 @@ def rank(monkeypatch):
     runner = SimpleNamespace(
         token_to_kv_pool=pool,
         token_to_kv_pool_allocator=TokenToKVPoolAllocator(SLOTS, pool.dtype, "cpu", pool, False),
-        req_to_token_pool=ReqToTokenPool(16, 2048, "cpu", False),
+        req_to_token_pool=ReqToTokenPool(server_args(SETUP)["max_running_requests"], 2048, "cpu", False),
         max_total_num_tokens=SLOTS,
     )
-    return Rank(Setup("rank", "exact", SLOTS, (1, 16)), runner)
+    return Rank(SETUP, runner)
 
 
 def extended(rank, prompts, prefixes):
@@ -112,6 +113,13 @@ def test_requests_may_share_their_cached_slots(rank):
         assert torch.equal(table(rank, req, 512), cached)
     own = torch.cat([table(rank, r, 513 + i)[512:] for i, r in enumerate(batch.reqs)])
     assert own.unique().numel() == own.numel() == 10
+
+
+def test_a_request_runs_beside_the_largest_batch(rank):
+    largest = extended(rank, [prompt(TAIL, i) for i in range(16)], list(rank.prefix(16 * 96).split(96)))
+    beside = extended(rank, [prompt(TAIL)], [rank.prefix(96)])
+    slots = [table(rank, r, 100) for r in (*largest.reqs, *beside.reqs)]
+    assert torch.cat(slots).unique().numel() == 17 * 100
 
 
 def test_cached_rows_are_seeded_finite_and_of_unit_size(rank):
