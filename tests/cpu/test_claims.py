@@ -234,7 +234,7 @@ def test_unrelated_sequences():
 
 
 def test_only_active():
-    run = json.loads((data.recorded("h200-step-4") / "identity.json").read_text("utf-8"))
+    run = json.loads((data.recorded("h200-step-5") / "identity.json").read_text("utf-8"))
     ours = [c for c in run["compared"] if c["case"]["strategy"] in ("exact", "shadow", "gather")]
     assert len(ours) >= 7
     assert all(c["identical"] and "together" in c["sections"] for c in ours)
