@@ -350,7 +350,7 @@ def candidates() -> list[Tuning]:
     """What `--sweep` compares: the shipped cut, its neighbours, narrow lanes, integers instead of native."""
     shipped = tuning(torch.device("cuda", torch.cuda.current_device()))
     others = [
-        (1024, 8, 8, 3),
+        (1024, 8, 8, 4),
         (1024, 8, 4, 4),
         (2048, 8, 16, 2),
         (512, 16, 8, 3),
