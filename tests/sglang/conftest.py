@@ -17,6 +17,11 @@ if _HAS_SGLANG:
     # SGLang asks for a GPU as it is imported.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+_CLASSES = {
+    "sglang.srt.layers.attention.flashattention_backend": "FlashAttentionBackend",
+    "sglang.srt.layers.attention.flashinfer_mla_backend": "FlashInferMLAAttnBackend",
+}
+
 
 def pytest_configure(config):
     # SGLang and what it imports warn by the dozen; only our own warnings are errors here.
@@ -37,6 +42,12 @@ def _unpatched_afterwards(tmp_path, monkeypatch):
     monkeypatch.setenv("KVLAB_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.delenv("KVLAB_PATCH", raising=False)
     monkeypatch.delenv("KVLAB_PATCH_STRICT", raising=False)
+    # monkeypatch puts its things back after this fixture: what the test before left is seen here.
+    for module, name in _CLASSES.items():
+        methods = vars(getattr(sys.modules.get(module), name, object))
+        for method in ("forward_decode", "forward_extend"):
+            where = getattr(methods.get(method), "__globals__", {}).get("__name__", module)
+            assert where == module, f"a test before left {where}'s function as {name}.{method}"
     yield
     from kvlab import patch
     from kvlab.patch import api

@@ -82,6 +82,8 @@ def test_a_wrapper_that_calls_sglang_s_own_is_patched_like_it(monkeypatch):
 @pytest.mark.parametrize("how", ["put back", "replaced"])
 def test_a_seam_that_somebody_else_took_out_is_told(how, monkeypatch, caplog):
     original = CLASS.forward_decode
+    # What it puts back at the end is what was there at its first call.
+    monkeypatch.setattr(CLASS, "forward_decode", original)
     with patch.applied("exact"):
         ours = CLASS.forward_decode
         monkeypatch.setattr(CLASS, "forward_decode", around(ours))
