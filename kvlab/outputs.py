@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvlab.errors import BadInput
 
@@ -45,6 +46,13 @@ def write(option: str, path: Path, content: str | bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(made)
         raise _unwritable(option, path, e.strerror or str(e)) from None
+
+
+def write_json(option: str, path: Path, run: Any) -> None:
+    """Write what msgspec can encode as JSON to be read by people too, as `write` does."""
+    import msgspec
+
+    write(option, path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
 
 
 @contextlib.contextmanager

@@ -244,7 +244,7 @@ def judge_again(found: list[Outcome], logs: Path) -> list[Outcome]:
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
-    outputs.write("--out", out, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    outputs.write_json("--out", out, document)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -119,4 +119,4 @@ class AttentionRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def write(path: Path, run: AttentionRun) -> None:
     """The run as JSON, replaced whole or not at all. Raises BadInput."""
-    outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    outputs.write_json("--out", path, run)

@@ -38,11 +38,17 @@ def given(context: Any) -> set[str]:
     return {n for n in context.params if (s := context.get_parameter_source(n)) and s.name == "COMMANDLINE"}
 
 
+def spelt(name: str) -> str:
+    """How a command's parameter is spelt on its command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def refuse_others(context: Any, *narrows: str) -> None:
     """BadInput for an option beside --recorded that neither narrows what is shown nor says how it is."""
     for name in sorted(given(context) - {*narrows, "recorded", "json", "html", "out"}):
-        option = f"--{name.replace('_', '-')}"
-        raise BadInput(f"{option}: is for measuring, and --recorded shows a run that was made; leave one out")
+        raise BadInput(
+            f"{spelt(name)}: is for measuring, and --recorded shows a run that was made; leave one out"
+        )
 
 
 def there(option: str, wanted: Iterable[V], found: Iterable[V]) -> set[V]:

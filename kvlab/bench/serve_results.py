@@ -117,4 +117,4 @@ def compared(runs: Sequence[ServeRun]) -> ServeRun:
 
 def write(path: Path, run: ServeRun) -> None:
     """Write whole or not at all. Raises BadInput."""
-    outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    outputs.write_json("--out", path, run)

@@ -156,4 +156,4 @@ def read(path: Path) -> StepRun:
 
 def write(path: Path, run: StepRun) -> None:
     """`path` as a whole or not at all. Raises BadInput."""
-    outputs.write("--out", path, msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    outputs.write_json("--out", path, run)

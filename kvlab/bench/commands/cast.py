@@ -30,7 +30,7 @@ def cast(
     from kvlab.errors import BadInput
 
     if recorded:
-        from kvlab.bench.recorded import given, newest, refuse_others, there
+        from kvlab.bench.recorded import given, newest, refuse_others, spelt, there
         from kvlab.bench.results import CastRun
 
         refuse_others(context, "pool", "layers", "kv_dtype", "dtype")
@@ -42,7 +42,7 @@ def cast(
             ("dtype", dtype, run.dtype),
         ):
             if name in given(context):
-                there(f"--{name.replace('_', '-')}", [value], [is_there])
+                there(spelt(name), [value], [is_there])
     else:
         for name, value, known in (
             ("--kv-dtype", kv_dtype, ("fp8_e4m3", "fp8_e5m2")),

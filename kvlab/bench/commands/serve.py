@@ -111,7 +111,7 @@ def _recorded(
     """The newest recorded run and earlier ones with servers that it lacks, of them what was asked for."""
     from msgspec.structs import replace
 
-    from kvlab.bench.recorded import by_date, given, refuse_others, there
+    from kvlab.bench.recorded import by_date, given, refuse_others, spelt, there
     from kvlab.bench.serve_results import ServeRun, compared
 
     refuse_others(context, "strategies", "concurrency", "input_tokens", "output_tokens")
@@ -128,7 +128,7 @@ def _recorded(
     ):
         if name in asked:
             has = (getattr(one, name) for s in servers for one in s.loads)
-            wanted = there(f"--{name.replace('_', '-')}", values, has)
+            wanted = there(spelt(name), values, has)
             servers = [
                 replace(s, loads=[one for one in s.loads if getattr(one, name) in wanted]) for s in servers
             ]

@@ -102,7 +102,7 @@ def _recorded(context: typer.Context) -> "StepRun":
     """The newest recorded run, of it what was asked for. The control's pool is its own: --pools leaves it."""
     from msgspec.structs import replace
 
-    from kvlab.bench.recorded import given, newest, refuse_others, there
+    from kvlab.bench.recorded import given, newest, refuse_others, spelt, there
     from kvlab.bench.step import numbers
     from kvlab.bench.step_results import StepRun, merge
     from kvlab.errors import BadInput
@@ -111,7 +111,7 @@ def _recorded(context: typer.Context) -> "StepRun":
     run = newest("step.json", StepRun)[1]
     kept = run.runs
     for name in _NARROWS.keys() & given(context):
-        option, field, value = f"--{name.replace('_', '-')}", _NARROWS[name], context.params[name]
+        option, field, value = spelt(name), _NARROWS[name], context.params[name]
         if name == "no_cuda_graphs":
             if all(r.cuda_graphs for r in run.runs):
                 raise BadInput(f"{option}: not in the recorded run, which has steps with CUDA graphs only")
