@@ -146,8 +146,8 @@ def many_heads(
     """mla_many_heads.cu: two warpgroups on tiles of 128 tokens, 32 or 64 columns."""
     shared = (RANK + max(ROPES) + 128) * columns * 2  # q, p
     shared += 4 * (8 + 4 + 1 + 2) * columns  # sums; base, scale, factor, shift; m; sees, top
-    shared += 256  # two places of 120 bytes
-    macros = {"REGISTERS": 232, "PRODUCER_REGISTERS": 40, "PRODUCERS": producers}
+    shared += 256 + 16  # two places of 120 bytes; the pair's barrier
+    macros = {"REGISTERS": 240, "PRODUCER_REGISTERS": 24, "PRODUCERS": producers}
     return Variant(
         "mla_many_heads.cu",
         "kvlab_mla_many_heads",

@@ -20,6 +20,8 @@
 #define PIECES ((RANK + ROPE) / 16)
 #define SWIZZLED (NH * 128)  // bytes of NH rows of 64 FP16, 128-byte swizzle
 #define ACC (NH / 2)         // accumulators of m64nNH a thread
+// A pair of CTAs adds up in FP16 what one sends the other, divided by its sum: an eighth of BF16's rounding.
+#define SHORT_BOX (!HALF && !E5M2)
 
 struct Shared {
     __align__(1024) u8 q[(RANK + ROPE) / 64][SWIZZLED];
@@ -30,14 +32,14 @@ struct Shared {
     __align__(16) float factor[NH], shift[NH];
     float m[NH];
     int sees[NH], top[NH];
+    u64 got;    // that the other CTA's part is here
     Meeting meet;
 };
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
 
 // A wgmma descriptor's lower half; the upper is the same for all. Rows of 128 bytes, swizzled; groups of 8 rows 1,024
 // bytes apart.
-__device__ __forceinline__ u32 descriptor(u32 at) { return same(1u << 16 | (at & 0x3ffff) >> 4); }
-#define DESCRIPTOR_TOP "0x40000040"  // 1 << 62 | 64 << 32
+__device__ __forceinline__ u64 descriptor(u32 at) { return (u64)0x40000040 << 32 | same(1u << 16 | (at & 0x3ffff) >> 4); }
 // Shared memory written by ordinary stores, before wgmma reads it.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -50,22 +52,22 @@ __device__ __forceinline__ void wgmma_wait() {
 #define F8(d, i)                                                                                                 \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
-__device__ __forceinline__ void wgmma(float (&d)[ACC], const u32 (&a)[4], u32 b, int accumulate) {
+__device__ __forceinline__ void wgmma(float (&d)[ACC], const u32 (&a)[4], u64 b, int accumulate) {
 #if NH == 64
     asm volatile(
-        "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %37, 0; mov.b64 b, {%36, " DESCRIPTOR_TOP "}; "
+        "{.reg .pred p; setp.ne.b32 p, %37, 0; "
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-        "%29,%30,%31}, {%32,%33,%34,%35}, b, p, 1, 1, 0;}"
+        "%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
         : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #else
     asm volatile(
-        "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %21, 0; mov.b64 b, {%20, " DESCRIPTOR_TOP "}; "
+        "{.reg .pred p; setp.ne.b32 p, %21, 0; "
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, b, p, 1, 1, 0;}"
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
         : F8(d, 0), F8(d, 8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #endif
 }
 
@@ -73,6 +75,30 @@ __device__ __forceinline__ void store_matrix_trans(u32 at, u32 a, u32 b, u32 c, 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
+}
+// Arrive at the cluster's barrier for cluster_wait.
+__device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Into another CTA's shared memory, whose barrier `tell` counts the bytes.
+__device__ __forceinline__ void send(u32 there, float4 x, u32 tell) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(tell)
+                 : "memory");
+}
+__device__ __forceinline__ void send(u32 there, float x, float y, u32 tell) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(there), "f"(x),
+                 "f"(y), "r"(tell)
+                 : "memory");
+}
+__device__ __forceinline__ float2 load_shared2(u32 at) {
+    float2 x;
+    asm volatile("ld.shared::cta.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+    return x;
+}
+__device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void unpack_half(u32 x, float& lo, float& hi) {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(lo), "=f"(hi) : "r"(x));
 }
 __device__ __forceinline__ bool any_of_all(bool x) {
     u32 y;
@@ -172,15 +198,15 @@ __device__ __forceinline__ int my_column() {  // the first of the two that reduc
 
 // K of this warp's 16 tokens times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1. Rows are read
 // one step ahead of their conversion, so that the tensor cores wait for neither.
-__device__ __forceinline__ void multiply_k(float (&s)[ACC], u32 q, u32 rows) {
-    u32 a[2][2][4], r[4];
+__device__ __forceinline__ void multiply_k(float (&s)[ACC], u64 q, u32 rows) {
+    u32 a[3][2][4], r[4];
     ldmatrix4(r, rows);
 #pragma unroll
     for (int k = 0; k < PIECES / 2; k++) {
-        if (k > 1) wgmma_wait<1>();
+        if (k > 2) wgmma_wait<2>();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            u32(&x)[4] = a[k & 1][i];
+            u32(&x)[4] = a[k % 3][i];
             widen(r[2 * i], x[0], x[2]);
             widen(r[2 * i + 1], x[1], x[3]);
         }
@@ -188,32 +214,25 @@ __device__ __forceinline__ void multiply_k(float (&s)[ACC], u32 q, u32 rows) {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            wgmma(s, a[k & 1][i], q + (k / 2 * SWIZZLED + k % 2 * 64 + i * 32) / 16, k + i > 0);
+            wgmma(s, a[k % 3][i], q + (k / 2 * SWIZZLED + k % 2 * 64 + i * 32) / 16, k + i > 0);
         wgmma_commit();
     }
     wgmma_wait<0>();
 }
 
-// 16 tokens of V, this warp's 16 dims of each of its warpgroup's four 64-dim tiles: as they are, and as A fragments.
-__device__ __forceinline__ void load_v(u32 (&r)[2][4], u32 rows) {
-    ldmatrix4_trans(r[0], rows);
-    ldmatrix4_trans(r[1], rows + 128);
-}
-__device__ __forceinline__ void widen_v(u32 (&a)[4][4], const u32 (&r)[2][4]) {
+// Half of 16 tokens of V: this warp's 16 dims of two of its warpgroup's four 64-dim tiles, as A fragments.
+__device__ __forceinline__ void widen_v(u32 (&a)[2][4], const u32 (&r)[4]) {
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32(&x)[4] = a[2 * h + i];
-            widen(__byte_perm(r[h][2 * i], 0, 0x3120), x[0], x[1]);
-            widen(__byte_perm(r[h][2 * i + 1], 0, 0x3120), x[2], x[3]);
-        }
+    for (int i = 0; i < 2; i++) {
+        widen(__byte_perm(r[2 * i], 0, 0x3120), a[i][0], a[i][1]);
+        widen(__byte_perm(r[2 * i + 1], 0, 0x3120), a[i][2], a[i][3]);
+    }
 }
 
-__device__ __forceinline__ void multiply_v(float (&o)[4][ACC], const u32 (&a)[4][4], u32 weights) {
+__device__ __forceinline__ void multiply_v(float (&o)[4][ACC], int half, const u32 (&a)[2][4], u64 weights) {
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < 4; j++) wgmma(o[j], a[j], weights, 1);
+    wgmma(o[2 * half], a[0], weights, 1);
+    wgmma(o[2 * half + 1], a[1], weights, 1);
     wgmma_commit();
 }
 
@@ -266,6 +285,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int warp = same(threadIdx.x >> 5), group = warp >> 2, w = warp & 3;
     float o[4][ACC], l[NT][2];  // l: this lane's part of the sums of columns 8n + 2t + e
+    bool paired = CLUSTER == 2 && to.boxed && it.parts == 1;  // both CTAs of the cluster have tokens, no one else has
     bool blank = true;          // has any of them seen nothing?
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -273,13 +293,14 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         for (int i = 0; i < ACC; i++) o[j][i] = 0.f;
 #pragma unroll
     for (int n = 0; n < NT; n++) l[n][0] = l[n][1] = 0.f;
+    if (paired && threadIdx.x == 0) mbar_expect(smem_u32(&sh.got), NH * 8 + NH * RANK / 2 * (SHORT_BOX ? 2 : 4));
     stage_q(p, it, sh, warp);
     u32 k_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
     u32 v_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 64 + group * 256 + w * 16;
     // stmatrix: lane i names row i % 8 (a column of the item) of matrix i / 8 (tokens 0-7 and 8-15, twice)
     u32 p_at = smem_u32(sh.p[group]) + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                (((2 * w + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
-    u32 queries = descriptor(smem_u32(sh.q[0])), weights = descriptor(smem_u32(sh.p[0]));
+    u64 queries = descriptor(smem_u32(sh.q[0])), weights = descriptor(smem_u32(sh.p[0]));
     int turn = divide(done, ring.slots), slot0 = done - turn * ring.slots;
     turn = same(turn);
     slot0 = same(slot0);
@@ -297,6 +318,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         if (mine < chunks) mask = *(volatile u16*)(ring.mask + 2 * at);
         __syncwarp();
         multiply_k(s, queries, ring.data + at * SLOT_BYTES + k_at);
+        if (paired && c + TILE_CHUNKS >= last) cluster_leave();  // Q is read
         // Logits less the maximum so far, or less nothing.
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -344,25 +366,39 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         }
         proxy_fence();
         named_sync(1, WARPS * 32);
-        u32 a[2][4][4], r[2][4];
-        load_v(r, ring.data + slot0 * SLOT_BYTES + v_at);
+        u32 a[3][2][4], r[2][4];
+        auto rows_of = [&](int i) { return ring.data + slot_at(i) * SLOT_BYTES + v_at; };
+        u32 rows = rows_of(0);
+        ldmatrix4_trans(r[0], rows);
+        ldmatrix4_trans(r[1], rows + 128);
         if (chunks == TILE_CHUNKS) {
 #pragma unroll
             for (int i = 0; i < TILE_CHUNKS; i++) {
-                if (i > 1) wgmma_wait<1>();
-                widen_v(a[i & 1], r);
+                if (i + 1 < TILE_CHUNKS) rows = rows_of(i + 1);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u32(&x)[2][4] = a[(2 * i + half) % 3];
+                    if (2 * i + half > 2) wgmma_wait<2>();
+                    widen_v(x, r[half]);
+                    if (i + 1 < TILE_CHUNKS) ldmatrix4_trans(r[half], rows + half * 128);
+                    multiply_v(o, half, x, weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                }
                 if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);  // the rows are in registers
-                if (i + 1 < TILE_CHUNKS) load_v(r, ring.data + slot_at(i + 1) * SLOT_BYTES + v_at);
-                multiply_v(o, a[i & 1], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
             }
             wgmma_wait<0>();
         } else {
 #pragma unroll 1
             for (int i = 0; i < chunks; i++) {
-                widen_v(a[0], r);
+                widen_v(a[0], r[0]);
+                widen_v(a[1], r[1]);
                 if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);
-                if (i + 1 < chunks) load_v(r, ring.data + slot_at(i + 1) * SLOT_BYTES + v_at);
-                multiply_v(o, a[0], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                if (i + 1 < chunks) {
+                    rows = rows_of(i + 1);
+                    ldmatrix4_trans(r[0], rows);
+                    ldmatrix4_trans(r[1], rows + 128);
+                }
+                multiply_v(o, 0, a[0], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                multiply_v(o, 1, a[1], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
                 wgmma_wait<0>();
             }
         }
@@ -383,12 +419,14 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         for (int i = 0; i < WARPS; i++) sum += sh.sums[i][threadIdx.x];
         if (to.whole) {
             store_lse(p, it, threadIdx.x, m, sum);
+        } else if (paired) {
+            sh.meet.box[to.rank][threadIdx.x] = make_float2(m, sum);
         } else if (to.boxed) {
             for (int i = 0; i < CLUSTER; i++) store_at(at_rank(to.ml + (to.rank * NH + threadIdx.x) * 8, i), m, sum);
         } else {
             p.ml[(i64)to.slot * CLUSTER * NH + threadIdx.x] = make_float2(m, sum);
         }
-        sh.scale[threadIdx.x] = inverse_sum(p, sum);
+        sh.scale[threadIdx.x] = !paired ? inverse_sum(p, sum) : sum == 0.f ? 0.f : rcp_fast(sum);
     }
     named_sync(1, WARPS * 32);
     // A loop each: what is fetched once should be short.
@@ -404,41 +442,62 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
                           make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]), inv.x, inv.y);
         }
 #if CLUSTER == 2
-    } else if (to.boxed && it.parts == 1) {
-        // Each warpgroup's dims are one CTA's: it keeps them in registers, and the other sends its own.
-        cluster_sync();  // all rings of the cluster are empty
-        u32 box = ((w * 4 * NT) * 32 + lane) * 16;
+    } else if (paired) {
+        // Each warpgroup's dims are one CTA's: it keeps them in registers, and the other sends its own to where Q was.
+        cluster_wait();  // both have multiplied all K
+        u32 box = (w * 4 * NT / (1 + SHORT_BOX) * 32 + lane) * 16, here = smem_u32(sh.q[0]) + box, got = smem_u32(&sh.got);
+        u32 mine = to.ml + (to.rank * NH + (threadIdx.x & 127)) * 8, other = to.ml + ((to.rank ^ 1) * NH + (threadIdx.x & 127)) * 8;
         if (group != to.rank) {
-            u32 there = at_rank(to.data, group) + box;
+            u32 there = at_rank(here, group), tell = at_rank(got, group);
+            if ((threadIdx.x & 127) < NH) {
+                float2 ml = load_shared2(mine);
+                send(at_rank(mine, group), ml.x, ml.y, tell);
+            }
 #pragma unroll
             for (int j = 0; j < 4; j++)
 #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    store_at(there + (j * NT + n) * 512,
-                             make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]));
-        }
-        cluster_sync();  // all parts are there
-        if (group == to.rank) {
+                for (int n = 0; n < NT; n += 1 + SHORT_BOX) {
+                    float4 x = make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]);
+#if SHORT_BOX
+                    float2 a = *(const float2*)&sh.scale[8 * n + 2 * t], b = *(const float2*)&sh.scale[8 * n + 8 + 2 * t];
+                    const float* y = o[j] + 4 * n + 4;
+                    x = make_float4(__uint_as_float(pack_half(x.x * a.x, x.y * a.y)),
+                                    __uint_as_float(pack_half(x.z * a.x, x.w * a.y)),
+                                    __uint_as_float(pack_half(y[0] * b.x, y[1] * b.y)),
+                                    __uint_as_float(pack_half(y[2] * b.x, y[3] * b.y)));
+#endif
+                    send(there + (j * NT + n) / (1 + SHORT_BOX) * 512, x, tell);
+                }
+        } else {
+            mbar_wait_cluster(got, 0);
+            int of = threadIdx.x & 127;
+            if (of < NH) {
+                float2 c = load_shared2(mine), d = load_shared2(other);
+                float top = fmaxf(c.x, d.x), f = weight_of(c.x, top), g = weight_of(d.x, top), sum = f * c.y + g * d.y;
+                float inv = inverse_sum(p, sum);
+                sh.factor[of] = f * inv;
+                sh.shift[of] = (SHORT_BOX ? g * d.y : g) * inv;
+                if (to.rank == 0) store_lse(p, it, of, top, sum);
+            }
+            named_sync(2, 128);
+            float4 x[4];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int col = 8 * n + 2 * t;
-                float4 c = load_shared4(to.ml + (to.rank * NH + col) * 8);
-                float4 d = load_shared4(to.ml + ((to.rank ^ 1) * NH + col) * 8);
-                float t0 = fmaxf(c.x, d.x), t1 = fmaxf(c.z, d.z);
-                float f0 = weight_of(c.x, t0), f1 = weight_of(c.z, t1), g0 = weight_of(d.x, t0), g1 = weight_of(d.z, t1);
-                float l0 = f0 * c.y + g0 * d.y, l1 = f1 * c.w + g1 * d.w, i0 = inverse_sum(p, l0), i1 = inverse_sum(p, l1);
+                float2 f = *(const float2*)&sh.factor[col], g = *(const float2*)&sh.shift[col];
                 Target out = target_of(p, it, col);
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    float4 x = load_shared4(to.data + box + (j * NT + n) * 512);
+                    if (!SHORT_BOX || n % 2 == 0) x[j] = load_shared4(here + (j * NT + n) / (1 + SHORT_BOX) * 512);
+                    float4 y = x[j];
+#if SHORT_BOX
+                    unpack_half(__float_as_uint(n % 2 ? x[j].z : x[j].x), y.x, y.y);
+                    unpack_half(__float_as_uint(n % 2 ? x[j].w : x[j].y), y.z, y.w);
+#endif
                     store_out(out, 16 * group + 4 * j + w,
-                              make_float4(o[j][4 * n] * f0 + x.x * g0, o[j][4 * n + 1] * f1 + x.y * g1,
-                                          o[j][4 * n + 2] * f0 + x.z * g0, o[j][4 * n + 3] * f1 + x.w * g1),
-                              i0, i1);
-                }
-                if (to.rank == 0 && w == 0 && lane < 4) {
-                    store_lse(p, it, col, t0, l0);
-                    store_lse(p, it, col + 1, t1, l1);
+                              make_float4(o[j][4 * n] * f.x + y.x * g.x, o[j][4 * n + 1] * f.y + y.y * g.y,
+                                          o[j][4 * n + 2] * f.x + y.z * g.x, o[j][4 * n + 3] * f.y + y.w * g.y),
+                              1.f, 1.f);
                 }
             }
         }
@@ -470,7 +529,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     kvlab_mla_many_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
-    auto serve = [](int&) { return false; };
+    auto serve = [&](int&) {
+        if (threadIdx.x == 0) {
+            mbar_init(smem_u32(&sh.got), 1);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        return false;
+    };
     auto use = [&](const Item& it, const Ring& ring, const Sink& to, int done) {
         return consume(p, it, ring, sh, to, done);
     };
