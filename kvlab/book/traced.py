@@ -1,5 +1,6 @@
 """How do numbers inside structures, and what functions make of them, keep their origin?"""
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -113,6 +114,7 @@ def _named(fn: Callable, name: str) -> Callable:
     return call
 
 
+@functools.cache
 def unit_of(name: str) -> str | None:
     """The unit that a field's name states: pool_bytes, step_ms, us_per_call, bytes_per_copy."""
     for unit, pattern in _FIELD_UNITS:

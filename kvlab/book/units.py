@@ -1,5 +1,6 @@
 """How a value with a unit is converted and written: `64.6 ms`, `22.26 GB`, `67.6 %`, `4,956×`."""
 
+import functools
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -47,6 +48,7 @@ _CANONICAL = {
 }
 
 
+@functools.cache
 def parse(unit: str | None) -> Unit:
     """The unit's factor and dimension. A word that is no unit of bytes or time (`slots`) counts things."""
     found = _ONE
