@@ -1,6 +1,6 @@
 """Does a Triton kernel fit a chip that is not here? Ahead-of-time compilation and what ptxas says of it.
 
-`report(specs, capabilities)` compiles in a process of its own, without TRITON_INTERPRET, so it also answers
+`report(specs, capabilities)` compiles in processes of its own, without TRITON_INTERPRET, so it also answers
 where this process interprets its kernels.
 """
 
@@ -72,19 +72,27 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(specs: Sequence[Spec], capabilities: Sequence[int] = CAPABILITIES) -> list[Resources]:
     """Compile each spec for each compute capability, in that order, in processes without the interpreter."""
+    return report_each([(spec, capability) for spec in specs for capability in capabilities])
+
+
+def report_each(work: Sequence[tuple[Spec, int]]) -> list[Resources]:
+    """Compile each (spec, compute capability), in that order, in processes without the interpreter."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
-    def compiled(share: Sequence[Spec]) -> list[Resources]:
-        work = msgspec.json.encode([list(share), list(capabilities)])
-        done = subprocess.run([sys.executable, "-m", __spec__.name], input=work, capture_output=True, env=env)
+    def compiled(share: Sequence[tuple[Spec, int]]) -> list[Resources]:
+        given = msgspec.json.encode(share)
+        done = subprocess.run(
+            [sys.executable, "-m", __spec__.name], input=given, capture_output=True, env=env
+        )
         if done.returncode:
             raise RuntimeError(done.stderr.decode().strip() or f"exit code {done.returncode}")
         return msgspec.json.decode(done.stdout, type=list[Resources])
 
-    workers = max(1, min(len(specs), os.cpu_count() or 1, 8))
+    # A process has imported torch and triton when another would have compiled a few.
+    workers = max(1, min(-(-len(work) // 8), os.cpu_count() or 1, 8))
     with ThreadPoolExecutor(workers) as pool:
-        shares = [iter(s) for s in pool.map(compiled, [specs[i::workers] for i in range(workers)])]
-    return [next(shares[i % workers]) for i in range(len(specs)) for _ in capabilities]
+        shares = [iter(s) for s in pool.map(compiled, [work[i::workers] for i in range(workers)])]
+    return [next(shares[i % workers]) for i in range(len(work))]
 
 
 def compile_one(spec: Spec, capability: int) -> Resources:
@@ -137,6 +145,5 @@ def compile_one(spec: Spec, capability: int) -> Resources:
 
 
 if __name__ == "__main__":
-    _specs, _capabilities = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[list[Spec], list[int]])
-    _found = [compile_one(s, c) for s in _specs for c in _capabilities]
-    sys.stdout.buffer.write(msgspec.json.encode(_found))
+    _work = msgspec.json.decode(sys.stdin.buffer.read(), type=list[tuple[Spec, int]])
+    sys.stdout.buffer.write(msgspec.json.encode([compile_one(*each) for each in _work]))

@@ -7,7 +7,7 @@ import torch
 
 from kvlab.kernels import kv_write
 from kvlab.kernels.active import ActiveSlots
-from kvlab.kernels.aot import CAPABILITIES, REGISTERS_PER_SM, Spec, report
+from kvlab.kernels.aot import CAPABILITIES, REGISTERS_PER_SM, Spec, report_each
 from kvlab.kernels.cast import shadow_cast
 from kvlab.kernels.cast_cut import constants, tuning_for
 from kvlab.kernels.slot_list import list_for, slot_list
@@ -189,8 +189,9 @@ def test_it_fits_every_chip():
     pointers |= {"nope": "*bf16", "rope": "*bf16", "tickets": "*i32"}
     row = {"NOPE": 512, "ROPE": 64, "BLOCK": 256, "E5M2": False, "BF16": True}
     codes = {"OVER": 0x7F, "INF": 0x7F, "NAN": 0x7F, "NEGATIVE_NAN": 0xFF}
-    for capability in CAPABILITIES:
-        cut = replace(tuning_for(capability), grid=4)
+    cuts = {c: replace(tuning_for(c), grid=4) for c in CAPABILITIES}
+    work = []
+    for capability, cut in cuts.items():
         its = constants(cut, 576, True)
         warps, most = its.pop("num_warps"), its.pop("maxnreg", None)
         spec = Spec(
@@ -202,7 +203,8 @@ def test_it_fits_every_chip():
             num_warps=warps,
             maxnreg=most,
         )
-        (one,) = report([spec], [capability])
+        work.append((spec, capability))
+    for one, cut in zip(report_each(work), cuts.values(), strict=True):
         assert one.exceeds() == [], one
         assert one.stack == 0, one
         assert one.registers * one.threads * cut.grid <= REGISTERS_PER_SM, one
