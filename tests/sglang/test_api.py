@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import json
 import logging
@@ -210,6 +211,25 @@ print(json.dumps([kvlab.patch.status(), late, early]))
 """
 
 
+def loaded_in_a_fork(before=lambda: None):
+    """The strategy after SGLang's own loading of plugins, or the line that it stopped with.
+
+    A process that has never loaded any is all that loading asks for: a fork of this one has its imports.
+    """
+    plugins = importlib.import_module("sglang.srt.plugins")
+    assert not plugins._plugins_loaded
+
+    def load():
+        before()
+        try:
+            plugins.load_plugins()
+        except SystemExit as stopped:
+            return str(stopped.code)
+        return patch.status()["strategy"]
+
+    return probe.forked(load)
+
+
 UNINSTALLED = """
 from rig import environment
 import json, pathlib, shutil, sys
@@ -275,21 +295,21 @@ def test_the_plugin_path():
 
 
 @pytest.mark.skipif(not HAS_PLUGINS, reason="plugins came with 0.5.11")
-def test_sglang_plugins_is_honoured():
-    _, (status, _, _) = in_fresh_process(LOAD.format(backend=False), SGLANG_PLUGINS="another")
-    assert status["strategy"] == "off"
+def test_sglang_plugins_is_honoured(monkeypatch):
+    monkeypatch.setenv("KVLAB_PATCH", "gather")
+    monkeypatch.setenv("SGLANG_PLUGINS", "kvlab")
+    assert loaded_in_a_fork() == "gather"
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert loaded_in_a_fork() == "off"
 
 
 @pytest.mark.skipif(not HAS_PLUGINS, reason="plugins came with 0.5.11")
-def test_strict_stops_the_launcher():
-    fixed = """
-import pathlib
-real = pathlib.Path.read_bytes
-pathlib.Path.read_bytes = lambda self: real(self).replace(b".get_key_buffer(", b".other(")
-"""
-    code, line = in_fresh_process(fixed + LOAD.format(backend=False), KVLAB_PATCH_STRICT="1")
-    assert code == 1
-    assert line.startswith("kvlab: KVLAB_PATCH_STRICT: SGLang")
+def test_strict_stops_the_launcher(monkeypatch):
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: real(self).replace(b".get_key_buffer(", b".other("))
+    assert loaded_in_a_fork() == "exact"
+    monkeypatch.setenv("KVLAB_PATCH_STRICT", "1")
+    assert loaded_in_a_fork().startswith("kvlab: KVLAB_PATCH_STRICT: SGLang")
 
 
 def test_an_argument_outweighs_what_the_plugin_is_told(monkeypatch):
@@ -326,10 +346,12 @@ def test_schedulers_are_told_of_off_too(monkeypatch):
 
 @pytest.mark.skipif(not HAS_PLUGINS, reason="plugins came with 0.5.11")
 def test_apply_before_the_engine_outweighs_the_plugin_in_sglang_s_own_loading():
-    before = "import kvlab.patch; kvlab.patch.apply({!r})\n"
-    for asked in ("fast", "off"):
-        code, (status, _, _) = in_fresh_process(before.format(asked) + LOAD.format(backend=False))
-        assert (code, status["strategy"]) == (0, asked)
+    # Before anything of SGLang is imported, and behind it.
+    before = "import kvlab.patch; kvlab.patch.apply('fast')\n"
+    code, (status, _, _) = in_fresh_process(before + LOAD.format(backend=False))
+    assert (code, status["strategy"]) == (0, "fast")
+    for asked in ("gather", "off"):
+        assert loaded_in_a_fork(lambda asked=asked: patch.apply(asked)) == asked
 
 
 def test_another_strategy_keeps_what_captured_graphs_use():
