@@ -7,6 +7,7 @@ itself.
 """
 
 import contextlib
+import gc
 import os
 
 import pytest
@@ -18,6 +19,15 @@ def pytest_configure(config):
     """Before any conftest asks whether there is a GPU."""
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """What the imports of a collection make stays for good: no later collection of garbage walks it again."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
