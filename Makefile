@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Empty: pip's own index. A reader who wants the CPU build of torch gives its index; README says which.
 TORCH_INDEX ?=
 export TORCH_INDEX
+# torch is pip's, which knows where a CPU build is; the rest is uv's, or pip's where uv finds no index.
+EVERYTHING := -c constraints.txt -e '.[book,test]'
 PYTEST_ARGS ?=
 # Test files of `make test` that run side by side; 0 runs them in one process.
 WORKERS ?= 2
@@ -20,8 +22,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"kvlab needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12")'
 	rm -f $@
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[book,test]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt uv
+	$(BIN)/uv pip install -q --python $(BIN)/python $(EVERYTHING) || $(BIN)/pip install -q --no-compile $(EVERYTHING)
 	touch $@
 
 book: env ## the chapters, executed on this host, rendered into _build/html

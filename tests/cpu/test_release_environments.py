@@ -49,7 +49,12 @@ def shared(folder):
 def test_files_are_linked_and_scripts_are_not(make_env, tmp_path):
     donor = environment(tmp_path / ".venv", {"torch": ("2.13.0+cpu", ""), "triton": ("3.7.0", "")})
     new = tmp_path / ".venv-new"
+    # What Python compiled there since then, which no RECORD lists.
+    compiled = Path(importlib.util.cache_from_source(donor / SITE / "torch" / "__init__.py"))
+    compiled.parent.mkdir()
+    compiled.touch()
     assert make_env.share(new, WANTED, [donor, new])
+    assert (new / compiled.relative_to(donor)).stat().st_ino == compiled.stat().st_ino
     assert {n: s.st_ino for n, s in shared(new).items()} == {n: s.st_ino for n, s in shared(donor).items()}
     assert (new / SITE / "torch-2.13.0+cpu.dist-info" / "RECORD").is_file()
     assert not (new / "bin").exists()
