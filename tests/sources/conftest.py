@@ -44,7 +44,7 @@ def in_flashinfer(flashinfer_needs):
         home.mkdir(exist_ok=True)
         env = {
             **os.environ,
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONPATH": path,
             "FLASHINFER_WORKSPACE_BASE": str(home),
             "HOME": str(home),
