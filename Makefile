@@ -33,6 +33,12 @@ book: env ## the chapters, executed on this host, rendered into _build/html
 test: env ## everything that needs neither a GPU nor SGLang
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not sglang' $(PYTEST_ARGS)
 
+# For `make -j2 book-then-test test-sglang`, as .ci/run has it: what else is asked for begins beside the book.
+.PHONY: book-then-test
+book-then-test: env
+	$(MAKE) book
+	$(MAKE) test
+
 .PHONY: test-gpu
 test-gpu: env ## the kernels on this host's GPU: tests/cpu there, and tests/gpu
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/cpu tests/gpu $(PYTEST_ARGS)
