@@ -10,6 +10,7 @@ import pytest
 
 from kvlab.bench.recorded import newest
 from kvlab.bench.results import CastRun
+from kvlab.cli import main
 from kvlab.errors import BadInput
 
 
@@ -41,12 +42,13 @@ def test_recorded_prints_a_table(run):
 
 
 @pytest.mark.parametrize("options", [[], ["--sweep"], ["--kv-dtype", "fp8_e5m2", "--pool", "1"]])
-def test_without_a_gpu_it_says_where_to_look(options):
-    done = kvlab("cast", "--json", *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == "kvlab: bench cast: no CUDA device here; --recorded prints the newest recorded run\n"
-    )
+def test_without_a_gpu_it_says_where_to_look(options, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "cast", "--json", *options])
+    assert left.value.code == 2
+    said = "kvlab: bench cast: no CUDA device here; --recorded prints the newest recorded run\n"
+    assert tuple(capsys.readouterr()) == ("", said)
 
 
 def test_a_dtype_that_is_none_is_named():
