@@ -1,9 +1,9 @@
 """How does one kernel cast few rows fast and many rows at the memory's pace? `kvlab_cast`, in Triton.
 
 How many rows there are is read on the device, and the grid is fixed. Where every program has at most one
-tile, what counts is how soon its one load starts (`_once`); where it has several, that the next one is on its
-way while this one is written (`_many`). What a code becomes is `kvlab.kernels.widen`'s, which rows are in a
-tile `kvlab.kernels.cast_tiles`'. `kvlab.kernels.write_cast`'s kernel shares it all.
+small tile, what counts is how soon its one load starts (`_once`); where it has several, that the next one is
+on its way while this one is written (`_many`). What a code becomes is `kvlab.kernels.widen`'s, which rows are
+in a tile `kvlab.kernels.cast_tiles`'. `kvlab.kernels.write_cast`'s kernel shares it all.
 """
 
 import triton
@@ -122,7 +122,7 @@ def _many(
     EARLY: tl.constexpr,
 ):
     """Many rows: each program writes a tile while the rows of its next and the entries of the one after that
-    are on their way.
+    are on their way. Where one tile each is enough, it is written as soon as it is there.
 
     Its first three tiles are its own. Where there are many, it draws the others: SMs are not equally fast,
     and with equal shares the slowest would decide. What a draw says is needed a tile later, so that nothing
@@ -144,34 +144,40 @@ def _many(
     entry, position, live = entries(table, table_stride, first, row, b, before, length, PAGE_SIZE, ROWS)
     slot, target, is_on = from_and_to(entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT)
     x = _take(rows, slot, is_on, unit, row_stride, UNIT, WORDS)
-    coming = first + step
-    if BATCH:
-        b, before, length = walk_on(coming, b, before, length, bounds, batch, limit, tiles, ROWS)
-    entry, position, live = entries(table, table_stride, coming, row, b, before, length, PAGE_SIZE, ROWS)
-
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    tile = first
-    after = coming + step
-    is_drawn = tiles > step * _DRAWN
-    while tile < tiles:
+    if tiles <= step:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         _put(out, x, target, is_on, unit, out_stride, UNIT, E5M2, BF16, NATIVE, WORDS)
-        slot, target, is_on = from_and_to(
-            entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT
-        )
-        x = _take(rows, slot, is_on, unit, row_stride, UNIT, WORDS)
+    else:
+        coming = first + step
         if BATCH:
-            b, before, length = walk_on(after, b, before, length, bounds, batch, limit, tiles, ROWS)
-        entry, position, live = entries(table, table_stride, after, row, b, before, length, PAGE_SIZE, ROWS)
-        tile = coming
-        coming = after
-        if is_drawn:
-            # One a tile, over all programs: who draws the last leaves the counter as it was.
-            drawn = tl.atomic_add(tickets, 1, sem="relaxed")
-            tl.store(tickets, 0, mask=drawn == tiles - 1)
-            after = 3 * step + drawn
-        else:
-            after += step
+            b, before, length = walk_on(coming, b, before, length, bounds, batch, limit, tiles, ROWS)
+        entry, position, live = entries(table, table_stride, coming, row, b, before, length, PAGE_SIZE, ROWS)
+
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        tile = first
+        after = coming + step
+        is_drawn = tiles > step * _DRAWN
+        while tile < tiles:
+            _put(out, x, target, is_on, unit, out_stride, UNIT, E5M2, BF16, NATIVE, WORDS)
+            slot, target, is_on = from_and_to(
+                entry, position, live, filled, num_slots, PAGE_SIZE, FILLED, COMPACT
+            )
+            x = _take(rows, slot, is_on, unit, row_stride, UNIT, WORDS)
+            if BATCH:
+                b, before, length = walk_on(after, b, before, length, bounds, batch, limit, tiles, ROWS)
+            found = entries(table, table_stride, after, row, b, before, length, PAGE_SIZE, ROWS)
+            entry, position, live = found
+            tile = coming
+            coming = after
+            if is_drawn:
+                # One a tile, over all programs: who draws the last leaves the counter as it was.
+                drawn = tl.atomic_add(tickets, 1, sem="relaxed")
+                tl.store(tickets, 0, mask=drawn == tiles - 1)
+                after = 3 * step + drawn
+            else:
+                after += step
 
 
 @triton.jit
