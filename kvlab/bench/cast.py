@@ -3,11 +3,23 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from kvlab.bench.copies import scatter, stream
-from kvlab.bench.results import CastRun, Copy, Cut, InLoop, MapTiming, Replay, Shape, Shared, Timing
+from kvlab.bench.copies import floor, scatter, stream
+from kvlab.bench.results import (
+    CastRun,
+    Copy,
+    Cut,
+    Floor,
+    InLoop,
+    MapTiming,
+    Replay,
+    Shape,
+    Shared,
+    Timing,
+)
 from kvlab.bench.timing import flusher, graph_us, replay_us
 from kvlab.errors import BadInput
 from kvlab.kernels.active import ActiveSlots
@@ -195,6 +207,18 @@ class _Bench:
             found.append(Copy(name=name, growth=growth, bytes=size, us=us, tb_s=size / us / 1e6))
         return found
 
+    def floors(self) -> list[Floor]:
+        """Launches of as many programs as a cast has, and of one an SM, warm, that cast nothing."""
+        cut, found = tuning(self.device), []
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        count, never = torch.ones(2, 4, dtype=torch.int32, device=self.device)
+        for reads in (False, True):
+            for programs in (sms, cut.grid * sms):
+                call = partial(floor, count, never, programs=programs, warps=cut.warps, reads=reads)
+                us = graph_us([call] * 20, replays=31)
+                found.append(Floor(programs=programs, threads=32 * cut.warps, reads=reads, us=us))
+        return found
+
     def maps(self, tokens: Sequence[int]) -> list[MapTiming]:
         """`slot_map` of two requests that share half of their slots."""
         found = []
@@ -336,6 +360,7 @@ def measure(
         kv_dtype=kv_dtype,
         dtype=dtype,
         copies=copies,
+        floors=bench.floors(),
         shapes=shapes,
         maps=bench.maps([n for n in MAP_TOKENS if n <= pool]),
         lists=bench.lists([n for n in MAP_TOKENS if n <= pool]),

@@ -1,4 +1,4 @@
-"""How fast can bytes move at all? The copy that the cast kernels are held against."""
+"""How fast can bytes move, and what does a launch take that moves none? What the casts are held against."""
 
 import torch
 import triton
@@ -64,3 +64,17 @@ def scatter(
         LANES=lanes,
         num_warps=warps,
     )
+
+
+@triton.jit
+def kvlab_floor(count, never, READS: tl.constexpr):
+    """End at once, or READS: when `count` is here, which is not negative; else `never` were written."""
+    if READS:
+        found = tl.load(count)
+        if found < 0:
+            tl.store(never, found)
+
+
+def floor(count: torch.Tensor, never: torch.Tensor, *, programs: int, warps: int, reads: bool) -> None:
+    """Launch `programs` that do nothing, or only read `count`, int32 and not negative."""
+    kvlab_floor[(programs,)](count, never, READS=reads, num_warps=warps)

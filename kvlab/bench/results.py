@@ -34,6 +34,15 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     tb_s: float
 
 
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """A warm launch that casts nothing: it ends at once, or when it has read how many slots there are."""
+
+    programs: int
+    threads: int
+    reads: bool
+    us: float
+
+
 class MapTiming(msgspec.Struct, frozen=True, kw_only=True):
     """`slot_map` or `slot_list`, once a step."""
 
@@ -97,3 +106,4 @@ class CastRun(msgspec.Struct, frozen=True, kw_only=True):
     lists: list[MapTiming] = []
     shared: list[Shared] = []
     in_loop: list[InLoop] = []
+    floors: list[Floor] = []

@@ -77,6 +77,9 @@ def _show(run: "CastRun") -> None:
     )
     for c in run.copies:
         out.print(f"  {c.name}: {c.bytes / 1e6:,.1f} MB in {c.us:,.1f} us = {c.tb_s:.2f} TB/s")
+    for f in run.floors:
+        does = "reads the count" if f.reads else "does nothing"
+        out.print(f"  a launch that {does}, {f.programs} programs of {f.threads} threads: {f.us:.2f} us")
     out.print(table(run))
     for m in run.maps:
         out.print(f"  slot_map, once a step: {m.tokens:,} tokens, {m.distinct:,} distinct: {m.us:.1f} us")
