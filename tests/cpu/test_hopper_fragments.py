@@ -1,4 +1,4 @@
-"""The index maps of mla_few_heads.cu, replayed lane by lane with PTX's documented fragment layouts."""
+"""The kernels' index maps, lane by lane with PTX's documented fragment layouts, and exp2_fma step by step."""
 
 import numpy as np
 import torch
@@ -83,3 +83,27 @@ def test_output_is_dims_by_heads() -> None:
         dim = 16 * piece + 2 * G
         for register, (d, head) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
             np.testing.assert_array_equal(c[:, register], want[dim + d, 2 * T + head])
+
+
+def exp2_fma(x: np.ndarray) -> np.ndarray:
+    """mla_many_heads.cu's, each step rounded to float32 (products of two are exact in float64)."""
+    one, magic = np.float32(1), np.float32(1.5 * 2**23)
+    c = np.maximum(x, np.float32(-127))  # NaN of NaN, as max.NaN
+    t = c + magic
+    f = c - (t - magic)
+    p = np.full_like(x, np.array(0x3C1D0166, np.uint32).view(np.float32))
+    for bits in (0x3D64FE23, 0x3E7601BC, 0x3F317096, 0x3F800000):
+        p = (p.astype(np.float64) * f + np.array(bits, np.uint32).view(np.float32)).astype(np.float32)
+    scale = ((t.view(np.uint32) << np.uint32(23)) + one.view(np.uint32)).view(np.float32)
+    return p * scale
+
+
+def test_exponentials_by_fma() -> None:
+    x = np.linspace(-126, 15, 200_001, dtype=np.float32)
+    got, want = exp2_fma(x).astype(np.float64), np.exp2(x.astype(np.float64))
+    assert np.abs(got / want - 1).max() < 3e-6
+    np.testing.assert_array_equal(
+        exp2_fma(np.arange(-126, 16, dtype=np.float32)), np.exp2(np.arange(-126.0, 16))
+    )
+    edge = exp2_fma(np.array([-np.inf, -1e30, -128, -127, np.nan], np.float32))
+    np.testing.assert_array_equal(edge, [0, 0, 0, 0, np.nan])

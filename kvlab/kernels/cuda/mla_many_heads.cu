@@ -3,7 +3,8 @@
 // Two warpgroups take tiles of 128 tokens. Each multiplies its 64 tokens of K with Q, both compute the softmax of
 // their tokens against one shared running maximum and leave P in shared memory, and each multiplies its 256 dims
 // of V, all 128 tokens, with P. A operands (K, V) are widened from FP8 on the way from shared memory to
-// registers, B operands (Q, P) are FP16 in shared memory: nothing that was converted is written back.
+// registers, B operands (Q, P) are FP16 in shared memory: nothing that was converted is written back. While the last
+// of a tile's V is multiplied, the next tile's K is widened: the tensor cores idle only beside a softmax.
 //
 // Compile-time: those of mla_common.cuh, NH 32 or 64, REGISTERS and PRODUCER_REGISTERS, FIXED_SHARED bytes before
 // the ring.
@@ -76,8 +77,8 @@ __device__ __forceinline__ void store_matrix_trans(u32 at, u32 a, u32 b, u32 c, 
                  "r"(d)
                  : "memory");
 }
-// Arrive at the cluster's barrier for cluster_wait.
-__device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Arrive at the cluster's barrier for cluster_wait. Nothing written is handed over: all that was read is in registers.
+__device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 // Into another CTA's shared memory, whose barrier `tell` counts the bytes.
 __device__ __forceinline__ void send(u32 there, float4 x, u32 tell) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
@@ -109,6 +110,18 @@ __device__ __forceinline__ bool any_of_all(bool x) {
         : "memory");
     return y;
 }
+// 2^x to 3e-6 of it by FMAs, 0 below 2^-127, NaN of NaN: 2^n * p(f) where x = n + f, n the last bits of x + 1.5 * 2^23.
+// A quarter are made so: the unit that exp2_fast uses does 16 a cycle and is most of what a softmax waits for.
+__device__ __forceinline__ float exp2_fma(float x) {
+    float y;
+    asm("{.reg .f32 c, t, f, p; .reg .b32 e; max.NaN.f32 c, %1, 0fC2FE0000; add.f32 t, c, 0f4B400000; "
+        "sub.f32 f, t, 0f4B400000; sub.f32 f, c, f; fma.rn.f32 p, f, 0f3C1D0166, 0f3D64FE23; "
+        "fma.rn.f32 p, p, f, 0f3E7601BC; fma.rn.f32 p, p, f, 0f3F317096; fma.rn.f32 p, p, f, 0f3F800000; "
+        "mov.b32 e, t; shl.b32 e, e, 23; add.s32 e, e, 0x3f800000; mov.b32 t, e; mul.f32 %0, p, t;}"
+        : "=f"(y)
+        : "f"(x));
+    return y;
+}
 // Floats as integers of the same order.
 __device__ __forceinline__ int ordered(float x) {
     int b = __float_as_int(x);
@@ -120,41 +133,33 @@ __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b
 // for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
 __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
     int lane = threadIdx.x & 31;
-    constexpr int columns = NH / WARPS, at_once = 4;
+    constexpr int columns = NH / WARPS;
     // A warp's columns are every WARPS-th, so all have one swizzle; a lane's pieces lie two of sh.q apart.
     u32 at = smem_u32(sh.q[lane >> 4]) + warp * 128 + ((2 * (lane >> 2 & 3) ^ warp) << 4) + 4 * (lane & 3);
     u32 other = at ^ 16;
-    uint2 x[at_once][5];
-    auto load = [&](uint2 (&x)[at_once][5], int from) {
+    uint2 x[columns][5];  // all before the first is looked at: while rows are on their way, each wait is long
 #pragma unroll
-        for (int i = 0; i < at_once; i++) {
-            Column c = column_of(p, it, warp + (from + i) * WARPS);
-            load_query(p, c.real ? c.token : it.q_start, c.real ? c.head : 0, x[i]);  // any: no one reads the result
-        }
-    };
+    for (int i = 0; i < columns; i++) {
+        Column c = column_of(p, it, warp + i * WARPS);
+        load_query(p, c.real ? c.token : it.q_start, c.real ? c.head : 0, x[i]);  // any: no one reads the result
+    }
     float own = 0.f;  // what lifted the column that this lane speaks for
-#pragma unroll 1
-    for (int from = 0; from < columns; from += at_once) {
-        load(x, from);  // all before the first is looked at
 #pragma unroll
-        for (int i = 0; i < at_once; i++) {
-            float up = lift(largest(x[i]));
-            if (lane == from + i) own = up;
+    for (int i = 0; i < columns; i++) {
+        float up = lift(largest(x[i]));
+        if (lane == i) own = up;
 #pragma unroll
-            for (int j = 0; j < (ROPE ? 5 : 4); j++) {
-                float a, b, d, e;
-                unpack_q(x[i][j].x, a, b);
-                unpack_q(x[i][j].y, d, e);
-                constexpr int row = WARPS * 128;
-                if (j < 4 || lane < 16) {
-                    u32 first = pack_half(a * up, b * up), second = pack_half(d * up, e * up);
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + i * row + j * 2 * SWIZZLED), "r"(first));
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(other + i * row + j * 2 * SWIZZLED), "r"(second) : "memory");
-                }
+        for (int j = 0; j < (ROPE ? 5 : 4); j++) {
+            float a, b, d, e;
+            unpack_q(x[i][j].x, a, b);
+            unpack_q(x[i][j].y, d, e);
+            constexpr int row = WARPS * 128;
+            if (j < 4 || lane < 16) {
+                u32 first = pack_half(a * up, b * up), second = pack_half(d * up, e * up);
+                asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + i * row + j * 2 * SWIZZLED), "r"(first));
+                asm volatile("st.shared.u32 [%0], %1;" ::"r"(other + i * row + j * 2 * SWIZZLED), "r"(second) : "memory");
             }
         }
-        at += at_once * WARPS * 128;
-        other += at_once * WARPS * 128;
     }
     if (lane < columns) {
         int col = warp + lane * WARPS;
@@ -196,30 +201,49 @@ __device__ __forceinline__ int my_column() {  // the first of the two that reduc
     return 8 * (NT == 8 ? lane >> 2 : lane >> 3) + 2 * (lane & 3);
 }
 
-// K of this warp's 16 tokens times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1. Rows are read
-// one step ahead of their conversion, so that the tensor cores wait for neither.
-__device__ __forceinline__ void multiply_k(float (&s)[ACC], u64 q, u32 rows) {
+#define K_UNITS (PIECES / 2)  // of 32 dims
+// 32 dims of this warp's 16 tokens of K, as A fragments.
+__device__ __forceinline__ void widen_k(u32 (&a)[2][4], const u32 (&r)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        widen(r[2 * i], a[i][0], a[i][2]);
+        widen(r[2 * i + 1], a[i][1], a[i][3]);
+    }
+}
+// Those times Q: logits of tokens g and g + 8, columns 8n + 2t and 8n + 2t + 1.
+__device__ __forceinline__ void issue_k(float (&s)[ACC], const u32 (&a)[2][4], u64 q, int accumulate) {
+    wgmma_fence();
+    wgmma(s, a[0], q, accumulate);
+    wgmma(s, a[1], q + 32 / 16, 1);
+    wgmma_commit();
+}
+// K of an item's first tile times Q, in short code. As in the loop over tiles, rows are read a step ahead of their
+// conversion and products are three deep, so that the tensor cores wait for neither.
+__device__ __forceinline__ void multiply_first_k(float (&s)[ACC], u64 q, u32 rows) {
+    constexpr int body = K_UNITS % 6 ? 4 : 6;  // units a round, which waits for its last
     u32 a[3][2][4], r[4];
     ldmatrix4(r, rows);
 #pragma unroll
-    for (int k = 0; k < PIECES / 2; k++) {
-        if (k > 2) wgmma_wait<2>();
+    for (int i = 0; i < ACC; i++) s[i] = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < K_UNITS; k += body) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32(&x)[4] = a[k % 3][i];
-            widen(r[2 * i], x[0], x[2]);
-            widen(r[2 * i + 1], x[1], x[3]);
+        for (int i = 0; i < body; i++) {
+            if (i > 2) wgmma_wait<2>();
+            widen_k(a[i % 3], r);
+            rows += 32;
+            if (i + 1 < body || k + body < K_UNITS) ldmatrix4(r, rows);
+            issue_k(s, a[i % 3], q + (i / 2 * SWIZZLED + i % 2 * 64) / 16, 1);
         }
-        if (k + 1 < PIECES / 2) ldmatrix4(r, rows + (k + 1) * 32);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            wgmma(s, a[k % 3][i], q + (k / 2 * SWIZZLED + k % 2 * 64 + i * 32) / 16, k + i > 0);
-        wgmma_commit();
+        q += body / 2 * SWIZZLED / 16;
+        wgmma_wait<0>();
     }
-    wgmma_wait<0>();
 }
 
+// `rows` less a lap where chunk number i is the first of the ring: a compare and a predicated subtraction.
+__device__ __forceinline__ void wrap(u32& rows, int i, int room, u32 lap) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %1, %2; @p sub.u32 %0, %0, %3;}" : "+r"(rows) : "r"(room), "r"(i), "r"(lap));
+}
 // Half of 16 tokens of V: this warp's 16 dims of two of its warpgroup's four 64-dim tiles, as A fragments.
 __device__ __forceinline__ void widen_v(u32 (&a)[2][4], const u32 (&r)[4]) {
 #pragma unroll
@@ -287,12 +311,6 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
     float o[4][ACC], l[NT][2];  // l: this lane's part of the sums of columns 8n + 2t + e
     bool paired = CLUSTER == 2 && to.boxed && it.parts == 1;  // both CTAs of the cluster have tokens, no one else has
     bool blank = true;          // has any of them seen nothing?
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-#pragma unroll
-        for (int i = 0; i < ACC; i++) o[j][i] = 0.f;
-#pragma unroll
-    for (int n = 0; n < NT; n++) l[n][0] = l[n][1] = 0.f;
     if (paired && threadIdx.x == 0) mbar_expect(smem_u32(&sh.got), NH * 8 + NH * RANK / 2 * (SHORT_BOX ? 2 : 4));
     stage_q(p, it, sh, warp);
     u32 k_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
@@ -305,19 +323,32 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
     turn = same(turn);
     slot0 = same(slot0);
 
-#pragma unroll 1
-    for (int c = first; c < last; c += TILE_CHUNKS) {
-        int chunks = last - c < TILE_CHUNKS ? last - c : TILE_CHUNKS, mine = 4 * group + w;
-        auto slot_at = [&](int i) { return slot0 + i < ring.slots ? slot0 + i : slot0 + i - ring.slots; };
-        auto wait_for = [&](int i) { mbar_wait(ring.full + slot_at(i) * 8, (turn + (slot0 + i >= ring.slots)) & 1); };
-        float s[ACC];
-        u32 mask = 0;
-        // A warp that has no tokens takes any: they are masked.
-        int at = slot_at(mine < chunks ? mine : chunks - 1);
-        wait_for(mine < chunks ? mine : chunks - 1);
+    int mine = 4 * group + w, c = first;
+    float s[ACC];
+    u32 mask;
+    auto slot_at = [&](int i) { return slot0 + i < ring.slots ? slot0 + i : slot0 + i - ring.slots; };
+    // Where this warp's rows of the tile from chunk c on are, once they are there. A warp that has no tokens takes any:
+    // they are masked.
+    auto rows_of_k = [&] {
+        int chunks = last - c < TILE_CHUNKS ? last - c : TILE_CHUNKS, i = mine < chunks ? mine : chunks - 1;
+        int at = slot_at(i);
+        mbar_wait(ring.full + at * 8, (turn + (slot0 + i >= ring.slots)) & 1);
+        mask = 0;
         if (mine < chunks) mask = *(volatile u16*)(ring.mask + 2 * at);
         __syncwarp();
-        multiply_k(s, queries, ring.data + at * SLOT_BYTES + k_at);
+        return ring.data + at * SLOT_BYTES + k_at;
+    };
+    auto rows_of_v = [&](int i) { return ring.data + slot_at(i) * SLOT_BYTES + v_at; };
+    auto weights_of = [&](int i) { return weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16; };
+    multiply_first_k(s, queries, rows_of_k());
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < ACC; i++) o[j][i] = 0.f;
+#pragma unroll
+    for (int n = 0; n < NT; n++) l[n][0] = l[n][1] = 0.f;
+#pragma unroll 1
+    while (true) {
         if (paired && c + TILE_CHUNKS >= last) cluster_leave();  // Q is read
         // Logits less the maximum so far, or less nothing.
 #pragma unroll
@@ -356,7 +387,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
             for (int i = 0; i < 2; i++) {
                 float* v = s + 4 * (n + i);
 #pragma unroll
-                for (int e = 0; e < 4; e++) v[e] = exp2_fast(v[e]);
+                for (int e = 0; e < 4; e++) v[e] = e < 3 ? exp2_fast(v[e]) : exp2_fma(v[e]);
                 l[n + i][0] += v[0] + v[2];
                 l[n + i][1] += v[1] + v[3];
                 packed[2 * i] = pack_half(v[0], v[1]);
@@ -366,47 +397,66 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         }
         proxy_fence();
         named_sync(1, WARPS * 32);
-        u32 a[3][2][4], r[2][4];
-        auto rows_of = [&](int i) { return ring.data + slot_at(i) * SLOT_BYTES + v_at; };
-        u32 rows = rows_of(0);
+        u32 a[3][2][4], r[2][4], rows = rows_of_v(0);
         ldmatrix4_trans(r[0], rows);
         ldmatrix4_trans(r[1], rows + 128);
-        if (chunks == TILE_CHUNKS) {
-#pragma unroll
-            for (int i = 0; i < TILE_CHUNKS; i++) {
-                if (i + 1 < TILE_CHUNKS) rows = rows_of(i + 1);
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    u32(&x)[2][4] = a[(2 * i + half) % 3];
-                    if (2 * i + half > 2) wgmma_wait<2>();
-                    widen_v(x, r[half]);
-                    if (i + 1 < TILE_CHUNKS) ldmatrix4_trans(r[half], rows + half * 128);
-                    multiply_v(o, half, x, weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
-                }
-                if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);  // the rows are in registers
-            }
-            wgmma_wait<0>();
-        } else {
+        if (last - c < TILE_CHUNKS) {
 #pragma unroll 1
-            for (int i = 0; i < chunks; i++) {
+            for (int i = 0; i < last - c; i++) {
                 widen_v(a[0], r[0]);
                 widen_v(a[1], r[1]);
                 if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);
-                if (i + 1 < chunks) {
-                    rows = rows_of(i + 1);
+                if (i + 1 < last - c) {
+                    rows = rows_of_v(i + 1);
                     ldmatrix4_trans(r[0], rows);
                     ldmatrix4_trans(r[1], rows + 128);
                 }
-                multiply_v(o, 0, a[0], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
-                multiply_v(o, 1, a[1], weights + (i / 4 * SWIZZLED + i % 4 * 32) / 16);
+                multiply_v(o, 0, a[0], weights_of(i));
+                multiply_v(o, 1, a[1], weights_of(i));
                 wgmma_wait<0>();
             }
+            break;
+        }
+        // Chunk i's rows are i slots behind `rows`, and lane i tells that they are read.
+        u32 own = ring.empty + slot_at(lane & 7) * 8, lap = ring.slots * SLOT_BYTES;
+        int room = ring.slots - slot0;
+#pragma unroll
+        for (int i = 0; i < TILE_CHUNKS; i++) {
+            if (i + 1 < TILE_CHUNKS) wrap(rows, i + 1, room, lap);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32(&x)[2][4] = a[(2 * i + half) % 3];
+                if (2 * i + half > 2) wgmma_wait<2>();
+                widen_v(x, r[half]);
+                if (i + 1 < TILE_CHUNKS) ldmatrix4_trans(r[half], rows + (i + 1) * SLOT_BYTES + half * 128);
+                multiply_v(o, half, x, weights_of(i));
+            }
+            if (lane == i) mbar_arrive(own);
+        }
+        c += TILE_CHUNKS;
+        if (c >= last) {
+            wgmma_wait<0>();
+            break;
         }
         slot0 += TILE_CHUNKS;
         if (slot0 >= ring.slots) {
             slot0 -= ring.slots;
             turn++;
         }
+        float next[ACC];  // apart from s, which is not needed from here on
+        rows = rows_of_k();
+        ldmatrix4(r[0], rows);
+#pragma unroll
+        for (int k = 0; k < K_UNITS; k++) {
+            u32(&x)[2][4] = a[(2 * TILE_CHUNKS + k) % 3];
+            wgmma_wait<2>();
+            widen_k(x, r[0]);
+            if (k + 1 < K_UNITS) ldmatrix4(r[0], rows + (k + 1) * 32);
+            issue_k(next, x, queries + (k / 2 * SWIZZLED + k % 2 * 64) / 16, k > 0);
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < ACC; i++) s[i] = next[i];
     }
     float total[2];
     reduce_columns<false>(l, total);
@@ -445,13 +495,14 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
     } else if (paired) {
         // Each warpgroup's dims are one CTA's: it keeps them in registers, and the other sends its own to where Q was.
         cluster_wait();  // both have multiplied all K
-        u32 box = (w * 4 * NT / (1 + SHORT_BOX) * 32 + lane) * 16, here = smem_u32(sh.q[0]) + box, got = smem_u32(&sh.got);
-        u32 mine = to.ml + (to.rank * NH + (threadIdx.x & 127)) * 8, other = to.ml + ((to.rank ^ 1) * NH + (threadIdx.x & 127)) * 8;
+        u32 box = (w * 4 * NT / (1 + SHORT_BOX) * 32 + lane) * 16, here = smem_u32(sh.q[0]) + box;
+        u32 got = smem_u32(&sh.got), ml_here = to.ml + (to.rank * NH + (threadIdx.x & 127)) * 8;
+        u32 ml_there = to.ml + ((to.rank ^ 1) * NH + (threadIdx.x & 127)) * 8;
         if (group != to.rank) {
             u32 there = at_rank(here, group), tell = at_rank(got, group);
             if ((threadIdx.x & 127) < NH) {
-                float2 ml = load_shared2(mine);
-                send(at_rank(mine, group), ml.x, ml.y, tell);
+                float2 ml = load_shared2(ml_here);
+                send(at_rank(ml_here, group), ml.x, ml.y, tell);
             }
 #pragma unroll
             for (int j = 0; j < 4; j++)
@@ -472,7 +523,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
             mbar_wait_cluster(got, 0);
             int of = threadIdx.x & 127;
             if (of < NH) {
-                float2 c = load_shared2(mine), d = load_shared2(other);
+                float2 c = load_shared2(ml_here), d = load_shared2(ml_there);
                 float top = fmaxf(c.x, d.x), f = weight_of(c.x, top), g = weight_of(d.x, top), sum = f * c.y + g * d.y;
                 float inv = inverse_sum(p, sum);
                 sh.factor[of] = f * inv;
