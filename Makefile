@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install -q --no-compile -c constraints.txt uv
+	$(BIN)/pip install -q --no-compile -c constraints.txt pip uv
 	$(BIN)/uv pip install -q --python $(BIN)/python $(EVERYTHING) || $(BIN)/pip install -q --no-compile $(EVERYTHING)
 	touch $@
 
