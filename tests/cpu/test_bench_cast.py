@@ -39,6 +39,7 @@ def test_recorded_prints_a_table(run):
     assert run.gpu in done.stdout
     assert "shadow" in done.stdout
     assert "slot_map, once a step" in done.stdout
+    assert f"a launch that reads the count, {run.floors[-1].programs} programs" in done.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["--sweep"], ["--kv-dtype", "fp8_e5m2", "--pool", "1"]])
@@ -67,6 +68,9 @@ def test_the_recorded_run_holds_what_is_claimed_of_it(run):
             if name != "torch_index" or shape.slots < run.pool_slots // 2:
                 assert name == "stock" or timing.cold_us < stock.cold_us
     assert {n for n, _ in by_size} >= {100, 1_000, 10_000, 100_000, run.pool_slots}
+    # A cast of few slots is dearer than a launch that only learns how many there are, and that than none.
+    nothing, counted = (max(f.us for f in run.floors if f.reads is reads) for reads in (False, True))
+    assert nothing < counted < min(t.warm_us for t in by_size[100, "random"].results.values() if t.warm_us)
     every = sorted(run.replays, key=lambda r: r.tokens)
     assert [r.us for r in every] == sorted(r.us for r in every)
 
