@@ -55,8 +55,8 @@ def test_what_was_not_measured_takes_the_nearest(columns, batch):
 def test_the_packaged_table_is_the_recorded_runs():
     packaged = choice.table()
     folder = data.recorded() / packaged["source"]["recorded"]
-    files = ("heads-64-128.json", "heads-64-128-again.json", "heads-8-16.json")
-    runs = [json.loads((folder / f).read_text()) for f in files]
+    names = ("heads-8-16", "heads-64-128", "heads-64-128-again", "heads-64-128-third")
+    runs = [json.loads((folder / f"{n}.json").read_text()) for n in names]
     assert choice.from_runs(runs, folder.name) == packaged
     shapes = {(s["heads"], s["batch"], s["context"]) for run in runs for s in run["shapes"]}
     assert len(packaged["times"]) == len(shapes)
