@@ -13,7 +13,8 @@ from .conftest import ROOT, kvlab
 PLOTTED = re.compile(r"<script.*?</script>|<details class=\"kv-data\">.*?</details>", re.S)
 CELL_NUMBER = re.compile(r'<span class="kv-n"[^>]*>[^<]*</span>')
 MEASURED = re.compile(
-    r"allocated$|reserved$|device_used$|(?:peak|captured|scratch)_bytes$|bytes_avoided$|bytes released$"
+    r"allocated$|reserved$|device_used$|bytes_avoided$|bytes released$"
+    r"|(?:peak|captured|scratch|read|written)_bytes$"
 )
 NUMBER = re.compile(
     r'<a class="kv-n reference internal" href="[^"]*#(?P<id>n-[^"]+)" title="(?P<title>[^"]*)">'
