@@ -50,6 +50,7 @@ def test_the_real_generator_loads_a_server(tmp_path):
     assert done.stdout.strip() == "null", done.stderr[-2000:]
     load = serve_requests.parse(out.read_text(), asked, 4)
     assert (load.requests, load.completed) == (8, 8)
-    # The stand-in sleeps a millisecond a token.
-    assert 1.0 <= load.tpot_ms_median <= load.tpot_ms_p99
-    assert load.seconds > 0
+    # The stand-in sleeps a millisecond a token. On a busy host the client may read several at once, and late.
+    assert 0 < load.tpot_ms_median <= load.tpot_ms_p99
+    assert load.ttft_ms_p99 + (asked.output_tokens - 1) * load.tpot_ms_p99 >= asked.output_tokens
+    assert load.seconds >= 2 * asked.output_tokens / 1000
