@@ -24,6 +24,8 @@ NOISE = 1.02
 TURNS = ("strategies.json", "fa3-1.json", "fa3-64.json", "public.json")
 # Flashinfer, on the last tree, stock behind the turns.
 LAST = "last.json"
+# Points that took turns in fewer than four rounds there.
+FEW_ROUNDS = {(16, 100): 3, (16, 8192): 3, (1, 65536): 2}
 # The tree of all but these.
 TREE = "60ee103"
 OTHER_TREES = {LAST: "c11113c", "pools.json": "f889dfd", "short-before.json": "f889dfd"}
@@ -155,7 +157,7 @@ def test_exact_is_the_promised_part_of_stock_where_both_are_held_at_one_pace():
 def part(point, name, what, file, base="control_bf16"):
     """What part of the base's time it takes, round by round."""
     of = rounds(file, cuda_graphs=True)[point]
-    assert len(of[name][what]) >= (2 if file == LAST else 4)
+    assert len(of[name][what]) >= (FEW_ROUNDS.get(point, 4) if file == LAST else 4)
     return ratio(of[name][what], of[base][what]).median
 
 
