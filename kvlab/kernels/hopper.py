@@ -17,6 +17,7 @@ from kvlab.kernels import nvrtc
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, expect, rows_2d
 from kvlab.kernels.direct import current_stream
+from kvlab.kernels.scratch import scratch
 
 RANK = 512
 ROPES = (0, 64)
@@ -59,7 +60,7 @@ class Variant:
     @property
     def fixed_shared(self) -> int:
         """Bytes of shared memory before the ring: `struct Shared` of the file, `struct Meeting` in it."""
-        meeting = 8 * self.cluster * self.columns + 18 * MAX_RING + 8 + 12 + 12  # the last is padding
+        meeting = 8 * self.cluster * self.columns + 18 * MAX_RING + 8 + 4 + 4 + 3 * 128  # padding, places
         return -(-(self.own_shared + meeting) // self.align) * self.align
 
     def most_ctas(self, device: int) -> int:
@@ -112,7 +113,6 @@ def few_heads(
     shared += 16 * groups * tiles * 32  # merge
     shared += (RANK + max(ROPES)) * columns * 2  # q
     shared += 8 * groups * columns + 4 * columns + 8 * groups  # ml, down, summed
-    shared += 256  # two places of 120 bytes
     macros = {
         "G": group,
         "NG": groups,
@@ -146,7 +146,7 @@ def many_heads(
     """mla_many_heads.cu: two warpgroups on tiles of 128 tokens, 32 or 64 columns."""
     shared = (RANK + max(ROPES) + 128) * columns * 2  # q, p
     shared += 4 * (8 + 4 + 1 + 2) * columns  # sums; base, scale, factor, shift; m; sees, top
-    shared += 256 + 16  # two places of 120 bytes; the pair's barrier
+    shared += 8 * (1 + columns // 16)  # a pair's barriers
     macros = {"REGISTERS": 240, "PRODUCER_REGISTERS": 24, "PRODUCERS": producers}
     return Variant(
         "mla_many_heads.cu",
@@ -526,7 +526,7 @@ def _own_workspace(device: torch.device, need: int) -> torch.Tensor:
     found = _workspaces.get(key)
     if found is not None and found.numel() >= need:
         return found
-    fresh = torch.zeros(need, dtype=torch.uint8, device=device)
+    fresh = scratch(need, device)
     if not torch.cuda.is_current_stream_capturing():
         if found is not None:
             _outgrown.append(found)

@@ -14,8 +14,8 @@
 // Compile-time: NH columns an item, ROPE rope dims (64 or 0), E5M2 (else e4m3), HALF (FP16 Q and out, else
 // BF16), MULTI (several query tokens or more than NH heads; else an item is a request and a column a head), CAP
 // (a logit cap), PAGED (a page table, else ragged), INDEX64 (table entries), PRODUCERS warps that load (2, 4 or
-// 8), CLUSTER CTAs (1, 2, 4 or 8). By the file: MERGE_WARPS that do not load, PLACED (where they stand lies in shared
-// memory), LEAN (few instructions for what is not a product). NVRTC compiles without any header.
+// 8), CLUSTER CTAs (1, 2, 4 or 8). By the file: MERGE_WARPS that do not load, PLANNER (the warp that makes the
+// schedule, first or last), LEAN (few instructions for what is not a product). NVRTC compiles without any header.
 //
 // A step of one short request is over in some thousand cycles, and code that runs once costs about 35 cycles a
 // 128-byte line to fetch: what is not in the loop over chunks is written to be short.
@@ -39,9 +39,6 @@ typedef long long i64;
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_DIMS
-#endif
-#ifndef LEAN
-#define LEAN 0
 #endif
 #define INFINITY_F __int_as_float(0x7f800000)
 // The running maximum of a column that has seen nothing: below all logits, and finite, so that no difference of
@@ -287,6 +284,7 @@ struct Item {
     int length;           // the request's tokens
     int q_start, q_len;   // query tokens
     int unit0, parts;     // first cluster that has a part, number of parts
+    int start;            // of its entries in a ragged table, -1 where that is to be loaded
     __device__ __forceinline__ bool is_mine() const { return active == 1 && parts == 1; }
 };
 
@@ -350,77 +348,43 @@ __device__ __forceinline__ int item_weight(int chunks, int span, int overhead) {
     return overhead ? chunks + overhead : divide_up(chunks, span) * span;
 }
 
-// Requests, and behind them, where q_indptr says how many tokens are used, one of length 0 for unused tokens. All
-// threads read lengths, one warp lays them out. `known`: the tokens of request number lane, if they have been read,
-// else negative. Ends in __syncthreads.
-__device__ __forceinline__ Plan make_plan(const Params& p, int* prefix, int* length, int* scratch, int known) {
-    Plan plan;
-    int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0);
-    int2 span;
-    int total;
-    if (requests <= 32) {  // a lane a request, every warp for itself
-        int r = threadIdx.x & 31, n = 0, blocks = 0;
-        if (r < requests) {
-            n = known < 0 ? tokens_of(p, r) : known;
-            blocks = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;
-        }
-        int chunks = (n + CHUNK - 1) / CHUNK, real = chunks ? blocks : 0;
-        Load load = {__reduce_add_sync(~0u, real * (chunks + p.overhead)), __reduce_add_sync(~0u, real),
-                     __reduce_max_sync(~0u, real ? chunks : 0)};
-        span = choose_span(p, load);
-        int weight = blocks * item_weight(chunks, span.x, span.y), end = warp_scan(weight);
-        total = __shfl_sync(~0u, end, 31);
-        if (threadIdx.x < requests) {
-            prefix[r] = end - weight;
-            length[r] = n;
-        }
-        if (threadIdx.x == 0) prefix[requests] = total;
-        __syncthreads();
-    } else {
+// Where requests start on the line, by one warp: blocks in `prefix`, tokens in `length`; returns span and overhead.
+__device__ __forceinline__ int2 lay_out(const Params& p, int* prefix, const int* length, int requests) {
+    int lane = threadIdx.x & 31, each = (requests + 31) >> 5, first = lane * each;
+    int last = first + each < requests ? first + each : requests;
+    Load load = {0, 0, 0};
 #pragma unroll 1
-        for (int r = threadIdx.x; r < requests; r += blockDim.x) {
-            length[r] = tokens_of(p, r);
-            prefix[r] = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;  // blocks, for now
-        }
-        __syncthreads();
-        if (threadIdx.x < 32) {
-            int each = (requests + 31) >> 5, first = threadIdx.x * each;
-            int last = first + each < requests ? first + each : requests;
-            Load load = {0, 0, 0};
-#pragma unroll 1
-            for (int r = first; r < last; r++) {
-                int chunks = (length[r] + CHUNK - 1) / CHUNK, blocks = chunks ? prefix[r] : 0;
-                load.total += blocks * (chunks + p.overhead);
-                load.items += blocks;
-                load.most = load.most < chunks && blocks ? chunks : load.most;
-            }
-            load.total = __reduce_add_sync(~0u, load.total);
-            load.items = __reduce_add_sync(~0u, load.items);
-            load.most = __reduce_max_sync(~0u, load.most);
-            span = choose_span(p, load);
-            int sum = 0;
-#pragma unroll 1
-            for (int r = first; r < last; r++) {
-                int weight = prefix[r] * item_weight((length[r] + CHUNK - 1) / CHUNK, span.x, span.y);
-                prefix[r] = weight;
-                sum += weight;
-            }
-            int at = warp_scan(sum) - sum;
-#pragma unroll 1
-            for (int r = first; r < last; r++) {
-                int weight = prefix[r];
-                prefix[r] = at;
-                at += weight;
-            }
-            if (threadIdx.x == 31) {
-                prefix[requests] = at;
-                *(int2*)scratch = span;
-            }
-        }
-        __syncthreads();
-        span = *(int2*)scratch;
-        total = prefix[requests];
+    for (int r = first; r < last; r++) {
+        int chunks = (length[r] + CHUNK - 1) / CHUNK, blocks = chunks ? prefix[r] : 0;
+        load.total += blocks * (chunks + p.overhead);
+        load.items += blocks;
+        load.most = load.most < chunks && blocks ? chunks : load.most;
     }
+    load.total = __reduce_add_sync(~0u, load.total);
+    load.items = __reduce_add_sync(~0u, load.items);
+    load.most = __reduce_max_sync(~0u, load.most);
+    int2 span = choose_span(p, load);
+    int sum = 0;
+#pragma unroll 1
+    for (int r = first; r < last; r++) {
+        int weight = prefix[r] * item_weight((length[r] + CHUNK - 1) / CHUNK, span.x, span.y);
+        prefix[r] = weight;
+        sum += weight;
+    }
+    int at = warp_scan(sum) - sum;
+#pragma unroll 1
+    for (int r = first; r < last; r++) {
+        int weight = prefix[r];
+        prefix[r] = at;
+        at += weight;
+    }
+    if (lane == 31) prefix[requests] = at;
+    return span;
+}
+
+// This cluster's interval of the line.
+__device__ __forceinline__ Plan plan_of(const int* prefix, const int* length, int requests, int2 span, int total) {
+    Plan plan;
     plan.prefix = prefix;
     plan.length = length;
     plan.requests = requests;
@@ -454,6 +418,7 @@ __device__ __forceinline__ bool next_item(const Params& p, const Plan& plan, int
         it.last = plan.hi - start < chunks ? plan.hi - start : chunks;
         pos = base + weight;
         if (it.last <= it.first) continue;
+        it.start = -1;
         it.q_start = q_begin(p, lo);
         it.q_len = MULTI ? q_begin(p, lo + 1) - it.q_start : 1;
         it.unit0 = divide(start, plan.span);
@@ -470,6 +435,94 @@ __device__ __forceinline__ bool next_item(const Params& p, const Plan& plan, int
         return true;
     }
     return false;
+}
+
+#define BOUND_ROUNDS (CLUSTER > 1 ? 3 : 5)  // of 32 requests whose bounds one warp keeps
+__device__ __forceinline__ int blocks_of(const Params& p) { return MULTI ? divide_up(p.heads, NH) : 1; }
+// This cluster's request where each has an item of its own.
+__device__ __forceinline__ int request_alone(int blocks) {
+    int unit = blockIdx.x / CLUSTER;
+    return MULTI ? divide(unit, blocks) : unit;
+}
+// Bounds of few requests, lane l's those of l, l + 32 ..., and last this cluster's own. One warp asks for them: all CTAs
+// ask for the same few lines, and the L2 cache answers one after the other. The first look at them waits for memory.
+struct Bounds {
+    int from[BOUND_ROUNDS + 1], to[BOUND_ROUNDS + 1];
+
+    __device__ __forceinline__ void load(const Params& p, int i, int request) {
+        request = request < p.bs ? request : p.bs - 1;
+        from[i] = __ldcg(p.bounds + request);
+        to[i] = PAGED ? 0 : __ldcg(p.bounds + request + 1);
+    }
+    __device__ __forceinline__ void load(const Params& p, int own) {
+        load(p, BOUND_ROUNDS, own);
+#pragma unroll
+        for (int i = 0; i < BOUND_ROUNDS; i++) {
+            from[i] = to[i] = 0;
+            if (!i || 32 * i < p.bs) load(p, i, (threadIdx.x & 31) + 32 * i);
+        }
+    }
+    __device__ __forceinline__ int tokens(int i) const {
+        int n = PAGED ? from[i] : to[i] - from[i];
+        return n < 0 ? 0 : n;
+    }
+    __device__ __forceinline__ int chunks(int i) const { return (tokens(i) + CHUNK - 1) / CHUNK; }
+};
+// What lay_out and next_item come to where items are whole and as many as clusters, nearly: each cluster has its own.
+// False where they are not.
+__device__ __forceinline__ bool plan_alone(const Params& p, const Bounds& of, Plan& plan, Item& it, bool& more) {
+    int units = gridDim.x / CLUSTER, unit = blockIdx.x / CLUSTER, blocks = blocks_of(p), items = p.bs * blocks;
+    if (items > units || units >= 2 * items) return false;
+    int total = 0, most = 0;
+    bool empty = false;
+#pragma unroll
+    for (int i = 0; i < BOUND_ROUNDS; i++) {
+        int chunks = of.chunks(i);
+        bool real = (int)(threadIdx.x & 31) + 32 * i < p.bs;
+        total += real ? chunks : 0;
+        most = most < chunks ? chunks : most;
+        empty |= real && !chunks;
+    }
+    total = (__reduce_add_sync(~0u, total) + p.bs * p.overhead) * blocks;
+    most = __reduce_max_sync(~0u, most);
+    int even = divide(total, units) + 1, whole = most < p.min_span ? p.min_span : most;
+    even = even < p.min_span ? p.min_span : even;
+    if (__any_sync(~0u, empty) || whole > even + even / 16 + p.slack) return false;
+    int request = request_alone(blocks), chunks = of.chunks(BOUND_ROUNDS), each = (chunks + CLUSTER - 1) / CLUSTER;
+    each = each < p.min_part ? p.min_part : each;
+    more = request < p.bs;
+    plan.requests = 0;  // none without tokens
+    plan.span = whole;
+    plan.overhead = 0;
+    plan.rank = cluster_rank();
+    plan.unit = unit;
+    plan.lo = unit * whole;
+    plan.hi = plan.lo + whole;
+    it.request = request;
+    it.block = MULTI ? unit - request * blocks : 0;
+    it.length = of.tokens(BOUND_ROUNDS);
+    it.start = PAGED ? -1 : of.from[BOUND_ROUNDS];
+    it.q_start = request;
+    it.q_len = 1;
+    it.unit0 = unit;
+    it.parts = 1;
+    it.active = CLUSTER == 1 ? 1 : CLUSTER == 2 ? 1 + (chunks > each) : divide_up(chunks, each);
+    int first = plan.rank * each, last = first + each;
+    it.first = CLUSTER == 1 ? 0 : first < chunks ? first : chunks;
+    it.last = CLUSTER == 1 ? chunks : last < chunks ? last : chunks;
+    return true;
+}
+// This CTA's share of an item's Q, for which it asks soon, into L2: else it waits behind the rows.
+__device__ __forceinline__ void prefetch_q(const Params& p, int request, int block, int thread, int threads) {
+    constexpr int lines = (RANK + ROPE) * 2 / 128;
+#pragma unroll 1
+    for (int i = cluster_rank() * threads + thread; i < NH * lines; i += CLUSTER * threads) {
+        int head = block * NH + i / lines, line = i % lines;
+        if (head >= p.heads) return;
+        const u16* at = line < RANK / 64 ? p.q_nope + request * p.qn_token + head * p.qn_head + line * 64
+                                         : p.q_pe + request * p.qp_token + head * p.qp_head;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    }
 }
 
 #if INDEX64
@@ -559,10 +612,9 @@ __device__ __forceinline__ void copy_rows(const Params& p, u32 into, int slots, 
 // PRODUCERS warps load this CTA's chunks in order, warp w every PRODUCERS-th half, 16 bytes a lane and copy; here
 // those of one item. `done` chunks of this CTA lie before it.
 // (A bulk copy a row costs its one warp some 100 cycles: three times what the memory needs for a row.)
-__device__ __forceinline__ void produce(const Params& p, const Plan& plan, const Item& it, const Ring& ring, int w,
-                                        int done) {
+__device__ __forceinline__ void produce(const Params& p, const Item& it, const Ring& ring, int w, int done) {
     int lane = threadIdx.x & 31;
-    i64 start = PAGED ? (i64)it.request * p.table_stride : (i64)__ldcg(p.bounds + it.request);
+    i64 start = PAGED ? (i64)it.request * p.table_stride : it.start < 0 ? __ldcg(p.bounds + it.request) : it.start;
     // A ring slot always belongs to the same warps: this CTA's chunk n to those of halves 2n and 2n + 1.
     int half = same(2 * it.first + ((w - 2 * done) & (PRODUCERS - 1))), end = same(2 * it.last);
     // Lane l holds the slot of row l % 8 of this warp's half number l / 8 from here; two loads ahead.
@@ -672,7 +724,6 @@ struct Sink {
     int slot, rank;
     u32 data, ml;  // shared addresses
 };
-#if PLACED
 // Where the warps that do not load stand, kept in shared memory: their registers are full, and a stack of all their
 // threads does not fit into L1.
 struct Place {
@@ -680,8 +731,8 @@ struct Place {
     Item it;
     Sink sink;
     int pos, done, merges;
+    bool more;  // is there an item?
 };
-#endif
 
 // The small things in shared memory that both kernels have. Their addresses are known when compiling.
 struct Meeting {
@@ -689,11 +740,8 @@ struct Meeting {
     u64 full[MAX_RING], empty[MAX_RING];    // the ring's barriers
     u64 ready;                              // that a cluster's parts are in memory
     u8 mask[MAX_RING][2];
-    int scratch[2];
     int flag;
-#if PLACED
-    __align__(16) Place places[2];  // by turns
-#endif
+    __align__(16) Place places[3];  // the first item's, then by turns
 };
 
 __device__ __forceinline__ void put_tile(const Params& p, const Sink& to, const Target& out, int mt, int nt, float4 x,
@@ -881,9 +929,8 @@ __device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, con
 }
 
 // A CTA's life: `readers` arrivals free a slot of the ring, which starts at `at`; `consume(item, ring, sink, done)`
-// takes an item's chunks, of which `done` lie before it in this CTA, puts its result into the sink and, where PLACED,
-// says whether nothing is left to be added up. `serve(known)` may do the whole step in another way; else it may leave
-// the tokens of request number lane in `known`.
+// takes an item's chunks, of which `done` lie before it in this CTA, puts its result into the sink and says whether
+// nothing is left to be added up. `serve(bounds)` may do the whole step in another way; warp PLANNER has the bounds.
 template <class Serve, class Consume>
 __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int readers, Serve serve, Consume consume) {
     Ring ring;
@@ -899,7 +946,12 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
     sink.ml = smem_u32(meet.box);
 
     int warp = same(threadIdx.x >> 5);
+    // What everyone waits for, first of all.
+    bool is_few = p.bs <= 32 * BOUND_ROUNDS && !(MULTI && p.q_indptr);
+    Bounds bounds;
+    if (is_few && warp == PLANNER) bounds.load(p, request_alone(blocks_of(p)));
     if ((threadIdx.x & 31) == 0)  // spread over the warps: each takes its time
+#pragma unroll 1
         for (int i = warp; i < p.num_ring; i += THREADS / 32) {
             mbar_init(ring.full + i * 8, FULL_ARRIVALS);
             mbar_init(ring.empty + i * 8, readers);
@@ -908,37 +960,72 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
         if (threadIdx.x == 0) mbar_init(smem_u32(&meet.ready), CLUSTER);
         cluster_arrive();
     }
-    int known = -1;
-    if (serve(known)) return;
-    Plan plan = make_plan(p, prefix, length, meet.scratch, known);  // ends in __syncthreads
-    sink.rank = plan.rank;
-    sink.boxed = false;
-    Item it;
-    int pos = plan.lo, done = 0, merges = 0;
-    bool more = next_item(p, plan, pos, it);
-    auto is_boxed = [&] {
+    if (serve(bounds)) return;
+    Place& start = meet.places[0];
+    auto is_boxed = [&](const Plan& plan, const Item& it, int pos) {
         return CLUSTER > 1 && pos >= plan.hi && !it.is_mine() && p.num_ring * SLOT_BYTES >= TILES * 512;
     };
-#if PLACED
-    auto keep = [&](Place& at) {
+    auto keep = [&](Place& at, const Plan& plan, const Item& it, int pos, bool more, int done, int merges) {
+        sink.rank = plan.rank;
         sink.whole = it.is_mine();
-        sink.boxed = is_boxed();
+        sink.boxed = is_boxed(plan, it, pos);
         sink.slot = part_slot(plan, it, merges);
-        at = {plan, it, sink, pos, done, merges};
+        at = {plan, it, sink, pos, done, merges, more};
     };
-    if (threadIdx.x == 0) keep(meet.places[0]);
-#endif
+    int requests = p.bs + (MULTI && p.q_indptr ? 1 : 0);
+    auto note = [&](int r, int n) {
+        length[r] = n;
+        prefix[r] = MULTI ? divide_up((q_begin(p, r + 1) - q_begin(p, r)) * p.heads, NH) : 1;  // blocks, for now
+    };
+    if (!is_few) {
+#pragma unroll 1
+        for (int r = threadIdx.x; r < requests; r += THREADS) note(r, tokens_of(p, r));
+        __syncthreads();
+    }
+    if (warp == PLANNER) {
+        int lane = threadIdx.x - 32 * PLANNER;
+        Plan plan;
+        Item it;
+        int pos;
+        bool more;
+        if (is_few && plan_alone(p, bounds, plan, it, more)) {
+            pos = plan.hi;
+        } else {
+            if (is_few) {
+#pragma unroll
+                for (int i = 0; i < BOUND_ROUNDS; i++)
+                    if (lane + 32 * i < p.bs) note(lane + 32 * i, bounds.tokens(i));
+                __syncwarp();
+            }
+            int2 span = lay_out(p, prefix, length, requests);
+            __syncwarp();
+            plan = plan_of(prefix, length, requests, span, prefix[requests]);
+            pos = plan.lo;
+            more = next_item(p, plan, pos, it);
+        }
+        if (lane == 0) keep(start, plan, it, pos, more, 0, 0);
+    } else if (is_few) {
+        int blocks = blocks_of(p), request = request_alone(blocks), units = gridDim.x / CLUSTER;
+        int thread = PLANNER ? threadIdx.x : threadIdx.x - 32;  // of those who do not plan
+        if (request < p.bs && units < 2 * p.bs * blocks)
+            prefetch_q(p, request, blockIdx.x / CLUSTER - request * blocks, thread, THREADS - 32);
+    }
+    __syncthreads();
+    bool more = same((int)start.more);
     if (CLUSTER > 1 && more) cluster_wait();  // the others' barriers exist
     if (warp >= MERGE_WARPS) {
 #if REGISTERS
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
 #endif
         bool boxed = false;
+        Item it = start.it;
+        int pos = start.pos, done = 0;
         while (more) {
-            boxed = is_boxed();
-            produce(p, plan, it, ring, warp - MERGE_WARPS, done);
+            produce(p, it, ring, warp - MERGE_WARPS, done);
             done += it.last - it.first;
-            more = next_item(p, plan, pos, it);
+            Plan plan = start.plan;
+            boxed = is_boxed(plan, it, pos);
+            more = same((int)next_item(p, plan, pos, it));
         }
         if (CLUSTER > 1 && boxed) {  // two rounds with those who use the boxes
             cluster_sync();
@@ -948,8 +1035,6 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
 #if REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
-#if PLACED
-        named_sync(1, MERGE_WARPS * 32);
         int turn = 0;
         while (more) {
             const Place& at = meet.places[turn];
@@ -957,30 +1042,18 @@ __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int 
             if (at.it.last > at.it.first) finished = consume(at.it, ring, at.sink, at.done);
             else if (at.sink.boxed) cluster_sync();
             if (!finished) finish_parts(p, at.plan, at.it, meet, at.sink, at.merges, warp);
-            pos = at.pos;
-            plan = at.plan;
-            if (pos >= plan.hi) break;
-            sink = at.sink;
-            done = at.done + at.it.last - at.it.first;
-            merges = at.merges + !sink.whole;
-            more = next_item(p, plan, pos, it);
-            turn ^= 1;
-            if (more && threadIdx.x == 0) keep(meet.places[turn]);
+            if (at.pos >= at.plan.hi) break;
+            turn = turn == 1 ? 2 : 1;
+            if (threadIdx.x == 0) {
+                Item it;
+                int pos = at.pos;
+                bool more = next_item(p, at.plan, pos, it);
+                keep(meet.places[turn], at.plan, it, pos, more, at.done + at.it.last - at.it.first,
+                     at.merges + !at.sink.whole);
+            }
             named_sync(1, MERGE_WARPS * 32);
+            more = same((int)meet.places[turn].more);
         }
-        zero_empty(p, meet.places[0].plan, threadIdx.x, MERGE_WARPS * 32);
-#else
-        while (more) {
-            sink.whole = it.is_mine();
-            sink.boxed = is_boxed();
-            sink.slot = part_slot(plan, it, merges);
-            if (it.last > it.first) consume(it, ring, sink, done);
-            else if (sink.boxed) cluster_sync();
-            if (!sink.whole) finish_parts(p, plan, it, meet, sink, merges++, warp);
-            done += it.last - it.first;
-            more = next_item(p, plan, pos, it);
-        }
-        zero_empty(p, plan, threadIdx.x, MERGE_WARPS * 32);
-#endif
+        zero_empty(p, start.plan, threadIdx.x, MERGE_WARPS * 32);
     }
 }

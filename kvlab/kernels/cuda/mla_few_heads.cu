@@ -13,7 +13,8 @@
 
 #define WARPS (G * NG)
 #define MERGE_WARPS WARPS
-#define PLACED 1
+#define LEAN 0
+#define PLANNER (THREADS / 32 - 1)  // that has no Q to load
 #define THREADS ((WARPS + PRODUCERS) * 32)
 #include "mla_common.cuh"
 
@@ -43,10 +44,16 @@ struct State {
     int sees[NT][2];
 };
 
+// threadIdx.x, read again: what is needed here and there gets spilled where registers are few.
+__device__ __forceinline__ int thread_now() {
+    int x;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(x));
+    return x;
+}
+
 // Q to FP16 B fragments in shared memory, a warp a column. Within a 16-dim piece a lane's four k indices (2t,
 // 2t + 1, 2t + 8, 2t + 9) stand for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
-__device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
-    int lane = threadIdx.x & 31;
+__device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp, int lane) {
 #pragma unroll 1
     for (int col = warp; col < NH; col += WARPS) {
         Column c = column_of(p, it, col);
@@ -81,8 +88,8 @@ __device__ __forceinline__ int piece_of(int w, int k) {
     return k < LATENT ? w * LATENT + k : RANK / 16 + w * ROPE_PIECES + k - LATENT;
 }
 
-__device__ __forceinline__ void load_q(const Params& p, const Item& it, Shared& sh, State& st, int w) {
-    int lane = threadIdx.x & 31, t = lane & 3;
+__device__ __forceinline__ void load_q(const Params& p, const Item& it, Shared& sh, State& st, int w, int lane) {
+    int t = lane & 3;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #if !Q_SHARED
@@ -117,10 +124,33 @@ __device__ __forceinline__ void qk_piece(float (&s)[NT][4], const Shared& sh, co
     }
 }
 
-// One chunk: rows at shared address `rows` (this lane's ldmatrix row and column added), tokens from `token` on.
-__device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u32 rows, u32 mask, int token, int group,
-                                      int w, int round) {
-    int lane = threadIdx.x & 31, g = lane >> 2;
+// What of a thread's place the loop over chunks needs. Opaque, or the compiler makes it anew in every turn.
+struct Spot {
+    int lane, g, group, w;
+    int mail;          // what the group exchanges, as float4s of one round: what this lane reads first
+    u32 latent, rope;  // of this lane's ldmatrix row and column, and the warp's dims, in the ring's first slot
+
+    __device__ __forceinline__ static int kept(int x) {
+        asm volatile("" : "+r"(x));
+        return x;
+    }
+    __device__ __forceinline__ Spot(const Ring& ring) {
+        int thread = thread_now(), warp = thread >> 5;
+        lane = kept(thread & 31);
+        g = kept(lane >> 2);
+        group = kept(warp / G);
+        w = kept(warp % G);
+        mail = kept(group * 2 * G * NT * 32 + lane);
+        u32 at = ring.data + (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
+        latent = kept(at + w * LATENT * 16);
+        rope = kept(at + RANK + w * ROPE_PIECES * 16);
+    }
+};
+
+// One chunk: rows `rows` bytes behind the ring's first, tokens from `token` on.
+__device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u32 rows, u32 mask, int token,
+                                      const Spot& my, int round) {
+    int g = my.g, w = my.w;
     float s[2][NT][4];
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -128,7 +158,7 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) s[h][n][i] = 0.f;
-    u32 latent = rows + w * LATENT * 16, rope = rows + RANK + w * ROPE_PIECES * 16;
+    u32 latent = rows + my.latent, rope = rows + my.rope;
 #pragma unroll
     for (int k = 0; k < LATENT; k += 2) {
         u32 r[4];
@@ -151,19 +181,20 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
 #pragma unroll
         for (int i = 0; i < 4; i++) s[0][n][i] += s[1][n][i];
     if (G > 1) {
+        float4* mail = &sh.exchange[0][0][0][0][0] + my.mail + round * (G * NT * 32);
 #pragma unroll
         for (int n = 0; n < NT; n++)
-            sh.exchange[group][round][w][n][lane] = make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]);
+            mail[(w * NT + n) * 32] = make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]);
         // Not a named barrier: with several in use at once, racecheck reports accesses on two sides of one.
-        u32 bar = smem_u32(&sh.summed[group]);
+        u32 bar = smem_u32(&sh.summed[my.group]);
         mbar_arrive(bar);
         mbar_wait(bar, round ^ 1);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            float4 sum = sh.exchange[group][round][0][n][lane];
+            float4 sum = mail[n * 32];
 #pragma unroll
             for (int i = 1; i < G; i++) {
-                float4 x = sh.exchange[group][round][i][n][lane];
+                float4 x = mail[(i * NT + n) * 32];
                 sum.x += x.x;
                 sum.y += x.y;
                 sum.z += x.z;
@@ -247,8 +278,8 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
 
 // Add the groups' results up; the item's result goes to `out`, or this CTA's part of it to `partial`.
 __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Shared& sh, State& st, const Sink& to,
-                                            int group, int w) {
-    int lane = threadIdx.x & 31, t = lane & 3, warp = group * G + w;
+                                            int group, int w, int lane) {
+    int t = lane & 3, warp = group * G + w;
 #pragma unroll
     for (int d = 4; d < 32; d <<= 1)
 #pragma unroll
@@ -326,8 +357,7 @@ __device__ __forceinline__ void finish_item(const Params& p, const Item& it, Sha
 // One item's chunks, of which `done` lie before it in this CTA.
 __device__ __forceinline__ void consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
                                         int done, int& round) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp / G, w = warp % G;
-    u32 lane_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
+    Spot my(ring);
     State st;
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -338,29 +368,29 @@ __device__ __forceinline__ void consume(const Params& p, const Item& it, const R
 #pragma unroll
             for (int k = 0; k < LATENT; k++) st.acc[k][n][i] = st.acc[k][n][i + 2] = 0.f;
         }
-    stage_q(p, it, sh, warp);
-    load_q(p, it, sh, st, w);
+    stage_q(p, it, sh, my.group * G + my.w, my.lane);
+    load_q(p, it, sh, st, my.w, my.lane);
     // This CTA's chunk n goes to group n % NG; the ring's slots are a multiple of NG.
-    int skip = (group - done % NG + NG) % NG, n = done + skip, turn = divide(n, ring.slots);
+    int skip = (my.group - done % NG + NG) % NG, n = done + skip, turn = divide(n, ring.slots);
     int slot = n - turn * ring.slots;
     u32 phase = turn & 1;
+    int last = it.last;  // apart: the item lies in shared memory
 #pragma unroll 1
-    for (int c = it.first + skip; c < it.last; c += NG) {
+    for (int c = it.first + skip; c < last; c += NG) {
         mbar_wait(ring.full + slot * 8, phase);
 #if !PROBE
         round ^= 1;
-        chunk(p, sh, st, ring.data + slot * SLOT_BYTES + lane_at, *(volatile u16*)(ring.mask + 2 * slot), c * CHUNK,
-              group, w, round);
+        chunk(p, sh, st, slot * SLOT_BYTES, *(volatile u16*)(ring.mask + 2 * slot), c * CHUNK, my, round);
 #endif
         __syncwarp();
-        if (lane == 0) mbar_arrive(ring.empty + slot * 8);
+        if (my.lane == 0) mbar_arrive(ring.empty + slot * 8);
         slot += NG;
         if (slot >= ring.slots) {
             slot -= ring.slots;
             phase ^= 1;
         }
     }
-    finish_item(p, it, sh, st, to, group, w);
+    finish_item(p, it, sh, st, to, my.group, my.w, my.lane);
 }
 
 #if PASSES
@@ -372,13 +402,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, MIN_CTAS)
     extern __shared__ __align__(128) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
     int round = 0;
-    if (threadIdx.x < NG) mbar_init(smem_u32(&sh.summed[threadIdx.x]), G * 32);
-    auto serve = [&](int& known) {
+    auto serve = [&](const Bounds& bounds) {
 #if PASSES
-        return serve_short(p, sh, dynamic + FIXED_SHARED, known);
-#else
-        return false;
+        if (serve_short(p, sh, dynamic + FIXED_SHARED, bounds)) return true;
 #endif
+        if (threadIdx.x < NG) mbar_init(smem_u32(&sh.summed[threadIdx.x]), G * 32);
+        return false;
     };
     run(p, sh.meet, dynamic + FIXED_SHARED, G, serve, [&](const Item& it, const Ring& ring, const Sink& to, int done) {
         consume(p, it, ring, sh, to, done, round);

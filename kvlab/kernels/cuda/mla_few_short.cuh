@@ -54,7 +54,7 @@ __device__ __forceinline__ bool is_enough(const Params& p, int chunks, int block
 template <int N>
 __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, const Share& my, const uint2 (&x)[N][5],
                                        bool spread) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    int thread = thread_now(), lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
     ShortShared& box = *(ShortShared*)&sh;
     auto rows_of = [&](int chunk) {  // of the two passes
         return chunk < RING_CHUNKS ? smem_u32(ring) + chunk * SLOT_BYTES : smem_u32(box.rows[chunk - RING_CHUNKS]);
@@ -347,15 +347,10 @@ __device__ __forceinline__ void attend(const Params& p, Shared& sh, u8* ring, co
     }
 }
 
-// False where the step is none of those; then `known` is the tokens of request number lane, if they were read.
-__device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* ring, int& known) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int first = 0, tokens = 0, blocks = MULTI || NT > 1 ? divide_up(p.heads, 8) : 1;
+// False where the step is none of those. Warp PLANNER has the bounds.
+__device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* ring, const Bounds& bounds) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = MULTI || NT > 1 ? divide_up(p.heads, 8) : 1;
     if (p.bs > 32 || (MULTI && p.q_indptr) || p.num_ring < RING_CHUNKS) return false;
-    if (lane < p.bs) {
-        if (!PAGED) first = __ldcg(p.bounds + lane);
-        tokens = __ldcg(p.bounds + lane + (PAGED ? 0 : 1));
-    }
     Share my;
     Item& it = my.it;
     int block = 0;  // of 8 columns
@@ -369,7 +364,11 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
     if (blocks > 1) block = blockIdx.x - it.request * blocks;
     bool mine = it.request < p.bs && warp < WARPS;
     if (mine) load(x[0], block);
-    known = tokens = tokens < first ? 0 : tokens - first;
+    int2* requests = (int2*)sh.ml;  // where each starts in the table, and its tokens
+    static_assert(sizeof(sh.ml) >= 32 * sizeof(int2), "no one else uses them here");
+    if (warp == PLANNER) requests[lane] = make_int2(bounds.from[0], lane < p.bs ? bounds.tokens(0) : 0);
+    __syncthreads();
+    int tokens = requests[lane].y;
     int unit = blockIdx.x / CLUSTER, units = gridDim.x / CLUSTER, parts = 1, end;
     bool spread = __any_sync(~0u, tokens > PASS), wide = false;
     my.rank = my.base = 0;
@@ -409,8 +408,8 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
         if (!mine) return true;
     }
     my.head = 8 * block;
-    it.length = __shfl_sync(~0u, tokens, it.request);
-    my.start = PAGED ? it.request * p.table_stride : __shfl_sync(~0u, first, it.request);
+    it.length = requests[it.request].y;
+    my.start = PAGED ? it.request * p.table_stride : requests[it.request].x;
     my.count = it.length;
     if (spread) {  // whole chunks for all but the last
         int chunks = divide_up(divide_up(it.length, CHUNK), it.parts), each = (chunks + CLUSTER - 1) / CLUSTER;

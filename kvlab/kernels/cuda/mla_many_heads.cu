@@ -13,8 +13,8 @@
 #define MERGE_WARPS WARPS
 #define THREADS ((WARPS + PRODUCERS) * 32)
 #define TILE_CHUNKS 8
-#define PLACED 1
 #define LEAN 1
+#define PLANNER 0
 
 #include "mla_common.cuh"
 
@@ -33,7 +33,7 @@ struct Shared {
     __align__(16) float factor[NH], shift[NH];
     float m[NH];
     int sees[NH], top[NH];
-    u64 got;    // that the other CTA's part is here
+    u64 got[1 + NT / 2];  // that the other CTA's sums are here, and its results, eight columns each
     Meeting meet;
 };
 static_assert(sizeof(Shared) <= FIXED_SHARED, "hopper.py counts the bytes of Shared");
@@ -90,11 +90,6 @@ __device__ __forceinline__ void send(u32 there, float x, float y, u32 tell) {
                  "f"(y), "r"(tell)
                  : "memory");
 }
-__device__ __forceinline__ float2 load_shared2(u32 at) {
-    float2 x;
-    asm volatile("ld.shared::cta.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-    return x;
-}
 __device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -129,9 +124,12 @@ __device__ __forceinline__ int ordered(float x) {
 }
 __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b >> 31 & 0x7fffffff)); }
 
+// The column of its item that a CTA of a pair has first: each finishes those that it has in its first half.
+__device__ __forceinline__ int first_half(const Sink& to) { return to.rank ? NH / 2 : 0; }
+
 // Q to FP16 in shared memory, NH rows, dims in pieces of 16 whose four k indices 2t, 2t + 1, 2t + 8, 2t + 9 stand
-// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care.
-__device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp) {
+// for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care. Row c is column c ^ flip.
+__device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp, int flip) {
     int lane = threadIdx.x & 31;
     constexpr int columns = NH / WARPS;
     // A warp's columns are every WARPS-th, so all have one swizzle; a lane's pieces lie two of sh.q apart.
@@ -140,7 +138,7 @@ __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared&
     uint2 x[columns][5];  // all before the first is looked at: while rows are on their way, each wait is long
 #pragma unroll
     for (int i = 0; i < columns; i++) {
-        Column c = column_of(p, it, warp + i * WARPS);
+        Column c = column_of(p, it, (warp + i * WARPS) ^ flip);
         load_query(p, c.real ? c.token : it.q_start, c.real ? c.head : 0, x[i]);  // any: no one reads the result
     }
     float own = 0.f;  // what lifted the column that this lane speaks for
@@ -164,7 +162,7 @@ __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared&
     if (lane < columns) {
         int col = warp + lane * WARPS;
         sh.scale[col] = p.scale * unlift(own);
-        sh.sees[col] = column_of(p, it, col).sees;
+        sh.sees[col] = column_of(p, it, col ^ flip).sees;
         sh.m[col] = NOTHING;
         sh.base[col] = 0.f;
         sh.top[col] = ordered(-INFINITY_F);
@@ -262,7 +260,7 @@ __device__ __forceinline__ void multiply_v(float (&o)[4][ACC], int half, const u
 
 // A chunk of the running maximum's columns lags behind: raise it, and bring what was summed up to it.
 __device__ __forceinline__ void raise_maximum(Shared& sh, float (&s)[ACC], float (&o)[4][ACC], float (&l)[NT][2],
-                                              bool& blank) {
+                                              bool& blank, bool is_first) {
     int lane = threadIdx.x & 31, t = lane & 3;
     float x[NT][2], top[2];
 #pragma unroll
@@ -289,11 +287,18 @@ __device__ __forceinline__ void raise_maximum(Shared& sh, float (&s)[ACC], float
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             int col = 8 * n + 2 * t + e;
-            float f = sh.factor[col], d = sh.shift[col];
+            float d = sh.shift[col];
             blank |= sh.m[col] == NOTHING;
-            l[n][e] *= f;
             s[4 * n + e] -= d;
             s[4 * n + e + 2] -= d;
+        }
+    if (is_first) return;  // sums are 0
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float f = sh.factor[8 * n + 2 * t + e];
+            l[n][e] *= f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 o[j][4 * n + e] *= f;
@@ -301,6 +306,88 @@ __device__ __forceinline__ void raise_maximum(Shared& sh, float (&s)[ACC], float
             }
         }
 }
+
+// Of what all warps have left there, in their order.
+__device__ __forceinline__ float sum_of(const Shared& sh, int col) {
+    float sum = 0.f;
+    for (int i = 0; i < WARPS; i++) sum += sh.sums[i][col];
+    return sum;
+}
+
+#if CLUSTER == 2
+// Both CTAs of a cluster have a part of an item, no one else has. Each sends the other its results of the columns that
+// it has last, a warp to the same warp, to where Q was, and adds up those that it has first.
+__device__ __forceinline__ void finish_pair(const Params& p, const Item& it, Shared& sh, const Sink& to,
+                                            float (&o)[4][ACC], int warp) {
+    constexpr int half = NH / 2, boxes = 4 / (1 + SHORT_BOX);  // of a lane, for eight columns
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, other = to.rank ^ 1;
+    u32 here = smem_u32(sh.q[0]) + (warp * boxes * NT / 2 * 32 + lane) * 16, there = at_rank(here, other);
+    u32 got = smem_u32(sh.got), tell = at_rank(got, other);
+    float2* ml = sh.meet.box[other];
+    cluster_wait();  // both have multiplied all K
+    float sum = sum_of(sh, half + lane % half), by = sum == 0.f ? 0.f : rcp_fast(sum);
+    if (warp == 0 && lane < half)
+        send(at_rank(smem_u32(sh.meet.box[to.rank] + lane), other), sh.m[half + lane], sum, tell);
+#pragma unroll
+    for (int n = 0; n < NT / 2; n++) {
+        float by0 = __shfl_sync(~0u, by, 8 * n + 2 * t), by1 = __shfl_sync(~0u, by, 8 * n + 2 * t + 1);
+#pragma unroll
+        for (int i = 0; i < boxes; i++) {
+            const float *x = o[4 / boxes * i] + ACC / 2 + 4 * n, *y = o[4 / boxes * i + SHORT_BOX] + ACC / 2 + 4 * n;
+            float4 z = make_float4(x[0], x[1], x[2], x[3]);
+            if (SHORT_BOX)
+                z = make_float4(__uint_as_float(pack_half(x[0] * by0, x[1] * by1)),
+                                __uint_as_float(pack_half(x[2] * by0, x[3] * by1)),
+                                __uint_as_float(pack_half(y[0] * by0, y[1] * by1)),
+                                __uint_as_float(pack_half(y[2] * by0, y[3] * by1)));
+            send(there + (n * boxes + i) * 512, z, tell + (1 + n) * 8);
+        }
+    }
+    // By column, where P was: weights of what is here and of what was sent, and at which byte of `out` it starts, or -1.
+    float2* weight = (float2*)sh.p[0];
+    i64* row = (i64*)sh.p[1];
+    bool adds = warp == 1 && lane < half;
+    float top, all;
+    if (adds) {
+        float m = sh.m[lane], l = sum_of(sh, lane);
+        mbar_wait_cluster(got, 0);
+        float2 d = ml[lane];
+        top = fmaxf(m, d.x);
+        float f = weight_of(m, top), g = weight_of(d.x, top);
+        all = f * l + g * d.y;
+        float inv = inverse_sum(p, all);
+        weight[lane] = make_float2(f * inv, (SHORT_BOX ? g * d.y : g) * inv);
+    } else if (warp == 2 && lane < half) {
+        Column c = column_of(p, it, first_half(to) + lane);
+        row[lane] = c.real ? 2 * (c.token * p.out_token + c.head * p.out_head) : -1;
+    }
+    named_sync(1, WARPS * 32);
+    u8* out = (u8*)(p.out + 256 * (warp >> 2) + 16 * (warp & 3) + 2 * g);
+#pragma unroll
+    for (int n = 0; n < NT / 2; n++) {
+        float4 by = *(const float4*)&weight[8 * n + 2 * t], sent[boxes];
+        i64 a = row[8 * n + 2 * t], b = row[8 * n + 2 * t + 1];
+        mbar_wait_cluster(got + (1 + n) * 8, 0);
+#pragma unroll
+        for (int i = 0; i < boxes; i++) sent[i] = load_shared4(here + (n * boxes + i) * 512);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float* x = o[j] + 4 * n;
+            float4 y = sent[j * boxes / 4];
+            if (SHORT_BOX) {
+                u32 lo = __float_as_uint(j % 2 ? y.z : y.x), hi = __float_as_uint(j % 2 ? y.w : y.y);
+                unpack_half(lo, y.x, y.y);
+                unpack_half(hi, y.z, y.w);
+            }
+            u32 first = pack_out(x[0] * by.x + y.x * by.y, x[2] * by.x + y.z * by.y);
+            u32 second = pack_out(x[1] * by.z + y.y * by.w, x[3] * by.z + y.w * by.w);
+            if (a >= 0) *(u32*)(out + a + 128 * j) = first;
+            if (b >= 0) *(u32*)(out + b + 128 * j) = second;
+        }
+    }
+    if (adds) store_lse(p, it, first_half(to) + lane, top, all);
+}
+#endif
 
 // One item's chunks, of which `done` lie before it in this CTA. Returns whether nothing is left to be added up.
 __device__ __forceinline__ bool consume(const Params& p, const Item& it, const Ring& ring, Shared& sh, const Sink& to,
@@ -311,8 +398,9 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
     float o[4][ACC], l[NT][2];  // l: this lane's part of the sums of columns 8n + 2t + e
     bool paired = CLUSTER == 2 && to.boxed && it.parts == 1;  // both CTAs of the cluster have tokens, no one else has
     bool blank = true;          // has any of them seen nothing?
-    if (paired && threadIdx.x == 0) mbar_expect(smem_u32(&sh.got), NH * 8 + NH * RANK / 2 * (SHORT_BOX ? 2 : 4));
-    stage_q(p, it, sh, warp);
+    if (paired && threadIdx.x < 1 + NT / 2)
+        mbar_expect(smem_u32(sh.got + threadIdx.x), threadIdx.x ? 8 * RANK * (SHORT_BOX ? 2 : 4) : NH / 2 * 8);
+    stage_q(p, it, sh, warp, paired ? first_half(to) : 0);
     u32 k_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 16;
     u32 v_at = (lane & 15) * ROW_PITCH + (lane >> 4) * 64 + group * 256 + w * 16;
     // stmatrix: lane i names row i % 8 (a column of the item) of matrix i / 8 (tokens 0-7 and 8-15, twice)
@@ -324,7 +412,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
     slot0 = same(slot0);
 
     int mine = 4 * group + w, c = first;
-    float s[ACC];
+    float s[ACC], total[2];
     u32 mask;
     auto slot_at = [&](int i) { return slot0 + i < ring.slots ? slot0 + i : slot0 + i - ring.slots; };
     // Where this warp's rows of the tile from chunk c on are, once they are there. A warp that has no tokens takes any:
@@ -379,7 +467,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         for (int i = 0; i < ACC; i++) some[i & 3] = i < 4 ? s[i] : fmaxf(some[i & 3], s[i]);
         most = fmaxf(fmaxf(some[0], some[1]), fmaxf(some[2], some[3]));
         // Also the point behind which no one reads the last tile's P.
-        if (any_of_all(most > P_BIAS + P_LAG || blank)) raise_maximum(sh, s, o, l, blank);
+        if (any_of_all(most > P_BIAS + P_LAG || blank)) raise_maximum(sh, s, o, l, blank, c == first);
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             u32 packed[4];
@@ -415,6 +503,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
                 multiply_v(o, 1, a[1], weights_of(i));
                 wgmma_wait<0>();
             }
+            reduce_columns<false>(l, total);
             break;
         }
         // Chunk i's rows are i slots behind `rows`, and lane i tells that they are read.
@@ -435,6 +524,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
         }
         c += TILE_CHUNKS;
         if (c >= last) {
+            reduce_columns<false>(l, total);  // beside the last products
             wgmma_wait<0>();
             break;
         }
@@ -458,25 +548,26 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
 #pragma unroll
         for (int i = 0; i < ACC; i++) s[i] = next[i];
     }
-    float total[2];
-    reduce_columns<false>(l, total);
 
     // The item's result goes to `out`, or this CTA's part of it to `partial`.
     if (NT == 8 || !(lane & 4)) *(float2*)&sh.sums[warp][my_column()] = make_float2(total[0], total[1]);
     named_sync(1, WARPS * 32);
+#if CLUSTER == 2
+    if (paired) {
+        finish_pair(p, it, sh, to, o, warp);
+        return true;
+    }
+#endif
     if (threadIdx.x < NH) {
-        float sum = 0.f, m = sh.m[threadIdx.x];
-        for (int i = 0; i < WARPS; i++) sum += sh.sums[i][threadIdx.x];
+        float sum = sum_of(sh, threadIdx.x), m = sh.m[threadIdx.x];
         if (to.whole) {
             store_lse(p, it, threadIdx.x, m, sum);
-        } else if (paired) {
-            sh.meet.box[to.rank][threadIdx.x] = make_float2(m, sum);
         } else if (to.boxed) {
             for (int i = 0; i < CLUSTER; i++) store_at(at_rank(to.ml + (to.rank * NH + threadIdx.x) * 8, i), m, sum);
         } else {
             p.ml[(i64)to.slot * CLUSTER * NH + threadIdx.x] = make_float2(m, sum);
         }
-        sh.scale[threadIdx.x] = !paired ? inverse_sum(p, sum) : sum == 0.f ? 0.f : rcp_fast(sum);
+        sh.scale[threadIdx.x] = inverse_sum(p, sum);
     }
     named_sync(1, WARPS * 32);
     // A loop each: what is fetched once should be short.
@@ -491,69 +582,6 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
                 store_out(out, 16 * group + 4 * j + w,
                           make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]), inv.x, inv.y);
         }
-#if CLUSTER == 2
-    } else if (paired) {
-        // Each warpgroup's dims are one CTA's: it keeps them in registers, and the other sends its own to where Q was.
-        cluster_wait();  // both have multiplied all K
-        u32 box = (w * 4 * NT / (1 + SHORT_BOX) * 32 + lane) * 16, here = smem_u32(sh.q[0]) + box;
-        u32 got = smem_u32(&sh.got), ml_here = to.ml + (to.rank * NH + (threadIdx.x & 127)) * 8;
-        u32 ml_there = to.ml + ((to.rank ^ 1) * NH + (threadIdx.x & 127)) * 8;
-        if (group != to.rank) {
-            u32 there = at_rank(here, group), tell = at_rank(got, group);
-            if ((threadIdx.x & 127) < NH) {
-                float2 ml = load_shared2(ml_here);
-                send(at_rank(ml_here, group), ml.x, ml.y, tell);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-#pragma unroll
-                for (int n = 0; n < NT; n += 1 + SHORT_BOX) {
-                    float4 x = make_float4(o[j][4 * n], o[j][4 * n + 1], o[j][4 * n + 2], o[j][4 * n + 3]);
-#if SHORT_BOX
-                    float2 a = *(const float2*)&sh.scale[8 * n + 2 * t], b = *(const float2*)&sh.scale[8 * n + 8 + 2 * t];
-                    const float* y = o[j] + 4 * n + 4;
-                    x = make_float4(__uint_as_float(pack_half(x.x * a.x, x.y * a.y)),
-                                    __uint_as_float(pack_half(x.z * a.x, x.w * a.y)),
-                                    __uint_as_float(pack_half(y[0] * b.x, y[1] * b.y)),
-                                    __uint_as_float(pack_half(y[2] * b.x, y[3] * b.y)));
-#endif
-                    send(there + (j * NT + n) / (1 + SHORT_BOX) * 512, x, tell);
-                }
-        } else {
-            mbar_wait_cluster(got, 0);
-            int of = threadIdx.x & 127;
-            if (of < NH) {
-                float2 c = load_shared2(ml_here), d = load_shared2(ml_there);
-                float top = fmaxf(c.x, d.x), f = weight_of(c.x, top), g = weight_of(d.x, top), sum = f * c.y + g * d.y;
-                float inv = inverse_sum(p, sum);
-                sh.factor[of] = f * inv;
-                sh.shift[of] = (SHORT_BOX ? g * d.y : g) * inv;
-                if (to.rank == 0) store_lse(p, it, of, top, sum);
-            }
-            named_sync(2, 128);
-            float4 x[4];
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                int col = 8 * n + 2 * t;
-                float2 f = *(const float2*)&sh.factor[col], g = *(const float2*)&sh.shift[col];
-                Target out = target_of(p, it, col);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    if (!SHORT_BOX || n % 2 == 0) x[j] = load_shared4(here + (j * NT + n) / (1 + SHORT_BOX) * 512);
-                    float4 y = x[j];
-#if SHORT_BOX
-                    unpack_half(__float_as_uint(n % 2 ? x[j].z : x[j].x), y.x, y.y);
-                    unpack_half(__float_as_uint(n % 2 ? x[j].w : x[j].y), y.z, y.w);
-#endif
-                    store_out(out, 16 * group + 4 * j + w,
-                              make_float4(o[j][4 * n] * f.x + y.x * g.x, o[j][4 * n + 1] * f.y + y.y * g.y,
-                                          o[j][4 * n + 2] * f.x + y.z * g.x, o[j][4 * n + 3] * f.y + y.w * g.y),
-                              1.f, 1.f);
-                }
-            }
-        }
-        return true;
-#endif
     } else if (to.boxed) {
         cluster_sync();  // all rings of the cluster are empty
 #pragma unroll
@@ -580,9 +608,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     kvlab_mla_many_heads(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 dynamic[];
     Shared& sh = *(Shared*)dynamic;
-    auto serve = [&](int&) {
-        if (threadIdx.x == 0) {
-            mbar_init(smem_u32(&sh.got), 1);
+    auto serve = [&](const Bounds&) {
+        if (threadIdx.x < 1 + NT / 2) {
+            mbar_init(smem_u32(sh.got + threadIdx.x), 1);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         return false;
