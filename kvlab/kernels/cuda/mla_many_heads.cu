@@ -127,6 +127,20 @@ __device__ __forceinline__ float unordered(int b) { return __int_as_float(b ^ (b
 // The column of its item that a CTA of a pair has first: each finishes those that it has in its first half.
 __device__ __forceinline__ int first_half(const Sink& to) { return to.rank ? NH / 2 : 0; }
 
+// Two of Q times a power of two, as FP16: BF16 is multiplied as it is, which is exact.
+__device__ __forceinline__ u32 lifted(u32 x, float up) {
+    float lo, hi;
+#if HALF
+    unpack_q(x, lo, hi);
+    return pack_half(lo * up, hi * up);
+#else
+    u32 y, twice = __byte_perm(__float_as_uint(up), 0, 0x3232);
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(twice));
+    unpack_q(y, lo, hi);
+    return pack_half(lo, hi);
+#endif
+}
+
 // Q to FP16 in shared memory, NH rows, dims in pieces of 16 whose four k indices 2t, 2t + 1, 2t + 8, 2t + 9 stand
 // for dims 4t ... 4t + 3, as ldmatrix delivers FP8 rows; the product does not care. Row c is column c ^ flip.
 __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared& sh, int warp, int flip) {
@@ -142,18 +156,16 @@ __device__ __forceinline__ void stage_q(const Params& p, const Item& it, Shared&
         load_query(p, c.real ? c.token : it.q_start, c.real ? c.head : 0, x[i]);  // any: no one reads the result
     }
     float own = 0.f;  // what lifted the column that this lane speaks for
+    if (p.heads)  // always: else the compiler looks at the first before it asks for the last
 #pragma unroll
     for (int i = 0; i < columns; i++) {
         float up = lift(largest(x[i]));
         if (lane == i) own = up;
 #pragma unroll
         for (int j = 0; j < (ROPE ? 5 : 4); j++) {
-            float a, b, d, e;
-            unpack_q(x[i][j].x, a, b);
-            unpack_q(x[i][j].y, d, e);
             constexpr int row = WARPS * 128;
             if (j < 4 || lane < 16) {
-                u32 first = pack_half(a * up, b * up), second = pack_half(d * up, e * up);
+                u32 first = lifted(x[i][j].x, up), second = lifted(x[i][j].y, up);
                 asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + i * row + j * 2 * SWIZZLED), "r"(first));
                 asm volatile("st.shared.u32 [%0], %1;" ::"r"(other + i * row + j * 2 * SWIZZLED), "r"(second) : "memory");
             }
@@ -493,6 +505,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
             for (int i = 0; i < last - c; i++) {
                 widen_v(a[0], r[0]);
                 widen_v(a[1], r[1]);
+                __syncwarp();  // all lanes have read
                 if (lane == 0) mbar_arrive(ring.empty + slot_at(i) * 8);
                 if (i + 1 < last - c) {
                     rows = rows_of_v(i + 1);
@@ -520,6 +533,7 @@ __device__ __forceinline__ bool consume(const Params& p, const Item& it, const R
                 if (i + 1 < TILE_CHUNKS) ldmatrix4_trans(r[half], rows + (i + 1) * SLOT_BYTES + half * 128);
                 multiply_v(o, half, x, weights_of(i));
             }
+            __syncwarp();
             if (lane == i) mbar_arrive(own);
         }
         c += TILE_CHUNKS;
