@@ -7,7 +7,6 @@ from kvlab.kernels.checks import device_of
 from kvlab.kernels.chip import chip
 from kvlab.kernels.decode_cut import Tuning, columns_of, pairs_held, tuning
 from kvlab.kernels.mla_record import RECORD
-from kvlab.kernels.scratch import scratch
 
 # The CUDA kernels keep tickets at a workspace's start that every call must leave zero.
 _HEADER_BYTES = 8192
@@ -24,7 +23,7 @@ def workspace_for(
 ) -> torch.Tensor:
     """Scratch for `mla_decode`, uint8, for up to `tokens` query tokens; calls in sequence may share it."""
     need = workspace_bytes(tokens, heads, device, batch=batch, kv_lora_rank=kv_lora_rank, tune=tune)
-    return scratch(need, device)
+    return torch.zeros(need, dtype=torch.uint8, device=device)
 
 
 def workspace_bytes(

@@ -17,7 +17,6 @@ from kvlab.kernels import nvrtc
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.checks import WIDE_DTYPES, expect, rows_2d
 from kvlab.kernels.direct import current_stream
-from kvlab.kernels.scratch import scratch
 
 RANK = 512
 ROPES = (0, 64)
@@ -526,7 +525,7 @@ def _own_workspace(device: torch.device, need: int) -> torch.Tensor:
     found = _workspaces.get(key)
     if found is not None and found.numel() >= need:
         return found
-    fresh = scratch(need, device)
+    fresh = torch.zeros(need, dtype=torch.uint8, device=device)
     if not torch.cuda.is_current_stream_capturing():
         if found is not None:
             _outgrown.append(found)

@@ -10,7 +10,6 @@ import torch
 from kvlab.kernels import hopper, nvrtc
 from kvlab.kernels.active import ActiveSlots
 from kvlab.kernels.reference import mla_attention
-from kvlab.kernels.scratch import scratch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,8 +137,8 @@ def test_reduced(variant):
 
 @pytest.mark.parametrize("clusters", [1, 2])
 @pytest.mark.parametrize("variant", [v for v in variants() if v.columns > 16 and v.cluster < 4], ids=name_of)
-def test_reduced_tiles(variant, clusters, monkeypatch):
-    """A CTA has items of several tiles of 128 tokens, and its load ring goes round more than twice."""
+def test_several_tiles_a_block(variant, clusters, monkeypatch):
+    """A block has items of several tiles of 128 tokens, and its load ring goes round more than twice."""
     monkeypatch.setattr(hopper, "_grid", lambda v, *_: clusters * v.cluster)
     tile = 128 * variant.cluster
     lengths = [tile, 0, 6 * tile + 100, 17 * variant.cluster, 3 * tile]
@@ -328,14 +327,6 @@ def test_graphs_that_share_a_workspace_repeat_their_bits():
         graph.replay()
         assert torch.equal(seen.setdefault((i, j), out.clone()), out)
     assert workspace[: hopper.TICKET_BYTES].count_nonzero().item() == 0
-
-
-def test_scratch_is_zero_and_begins_within_a_page():
-    for need in (1, 3_000_000):
-        found = scratch(need, "cuda")
-        assert (found.numel(), found.data_ptr() % (2 << 20)) == (need, 1 << 20)
-        assert found.count_nonzero().item() == 0
-        found.fill_(255)
 
 
 def test_nan_in_an_active_row_reaches_its_request_only():
