@@ -44,7 +44,7 @@ class Variant:
     min_span: int = 8  # chunks of CHUNK tokens that a CTA takes at least, a cluster that many a CTA
     overhead: int = 2  # what starting and ending an item costs, in chunks
     slack: int = 4  # chunks that a cluster may have more so that it has one item only
-    cluster: int = 1  # CTAs that share an item and add their results up slice by slice
+    cluster: int = 1  # CTAs that share an item and add up slices of its dims, or halves of its columns
     min_part: int = 8  # chunks that a CTA of a cluster takes at least
     ring_step: int = 1  # the ring's slots are a multiple of this
     align: int = 128  # of the ring behind the fixed bytes

@@ -145,6 +145,16 @@ def test_several_tiles_a_block(variant, clusters, monkeypatch):
     check(*queries(len(lengths), variant.columns), pool(), ragged(lengths), variant=variant)
 
 
+@pytest.mark.parametrize("variant", [*variants(), *short_variants()], ids=name_of)
+def test_an_item_for_each_cluster(variant, monkeypatch):
+    """Three items and four clusters, one of which has nothing; twice as many heads, six and seven."""
+    lengths = [600 * variant.cluster - n for n in (0, 5, 17)]
+    for heads, clusters in ((variant.columns, 4), (2 * variant.columns, 7)):
+        monkeypatch.setattr(hopper, "_grid", lambda v, *_, n=clusters: n * v.cluster)
+        for active in (ragged(lengths), paged(lengths, 64)):
+            check(*queries(3, heads), pool(), active, variant=variant)
+
+
 @pytest.mark.parametrize("variant", short_variants(), ids=name_of)
 @pytest.mark.parametrize("heads", [1, 8, 20, 64])
 def test_short_steps(heads, variant):

@@ -8,8 +8,8 @@
 //
 // The CTAs of a cluster share an interval's chunks evenly. Of the last item that a cluster takes, mostly its only
 // one, they put their results into each other's shared memory, of others into global memory, and each adds up a
-// slice of the dims; what several clusters have of an item is added up, slice by slice, by whoever is last. All
-// sums are in a fixed order.
+// slice of the dims (two that multiply many heads and have an item to themselves: half of its columns); what several
+// clusters have of an item is added up, slice by slice, by whoever is last. All sums are in a fixed order.
 //
 // Compile-time: NH columns an item, ROPE rope dims (64 or 0), E5M2 (else e4m3), HALF (FP16 Q and out, else
 // BF16), MULTI (several query tokens or more than NH heads; else an item is a request and a column a head), CAP
@@ -289,7 +289,8 @@ struct Item {
 };
 
 struct Plan {
-    // In shared memory: where a request starts on the line [requests + 1], and its tokens.
+    // In shared memory: where a request starts on the line [requests + 1], and its tokens; unset where requests is 0,
+    // each cluster having an item of its own.
     const int *prefix, *length;
     int requests, span, overhead, lo, hi;
     int unit, rank;  // cluster, and CTA in it
@@ -468,8 +469,8 @@ struct Bounds {
     }
     __device__ __forceinline__ int chunks(int i) const { return (tokens(i) + CHUNK - 1) / CHUNK; }
 };
-// What lay_out and next_item come to where items are whole and as many as clusters, nearly: each cluster has its own.
-// False where they are not.
+// What lay_out and next_item come to where items are whole and more than half as many as clusters: each cluster has its
+// own. False where they are not.
 __device__ __forceinline__ bool plan_alone(const Params& p, const Bounds& of, Plan& plan, Item& it, bool& more) {
     int units = gridDim.x / CLUSTER, unit = blockIdx.x / CLUSTER, blocks = blocks_of(p), items = p.bs * blocks;
     if (items > units || units >= 2 * items) return false;
@@ -724,8 +725,8 @@ struct Sink {
     int slot, rank;
     u32 data, ml;  // shared addresses
 };
-// Where the warps that do not load stand, kept in shared memory: their registers are full, and a stack of all their
-// threads does not fit into L1.
+// Where all warps begin, and those that do not load stand, kept in shared memory: their registers are full, and a stack
+// of all their threads does not fit into L1.
 struct Place {
     Plan plan;
     Item it;
@@ -930,7 +931,8 @@ __device__ __noinline__ void finish_parts(const Params& p, const Plan& plan, con
 
 // A CTA's life: `readers` arrivals free a slot of the ring, which starts at `at`; `consume(item, ring, sink, done)`
 // takes an item's chunks, of which `done` lie before it in this CTA, puts its result into the sink and says whether
-// nothing is left to be added up. `serve(bounds)` may do the whole step in another way; warp PLANNER has the bounds.
+// nothing is left to be added up. `serve(bounds)` may do the whole step in another way; where requests are few, warp
+// PLANNER has the bounds.
 template <class Serve, class Consume>
 __device__ __forceinline__ void run(const Params& p, Meeting& meet, u8* at, int readers, Serve serve, Consume consume) {
     Ring ring;

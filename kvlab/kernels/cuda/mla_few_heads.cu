@@ -158,7 +158,7 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) s[h][n][i] = 0.f;
-    u32 latent = rows + my.latent, rope = rows + my.rope;
+    u32 latent = rows + my.latent;
 #pragma unroll
     for (int k = 0; k < LATENT; k += 2) {
         u32 r[4];
@@ -167,6 +167,7 @@ __device__ __forceinline__ void chunk(const Params& p, Shared& sh, State& st, u3
         qk_piece(s[1], sh, st, w, k + 1, r[2], r[3]);
     }
 #if ROPE
+    u32 rope = rows + my.rope;
 #pragma unroll
     for (int k = 0; k < ROPE_PIECES; k += 2) {
         u32 r[4];

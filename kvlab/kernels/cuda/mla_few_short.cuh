@@ -364,7 +364,7 @@ __device__ __forceinline__ bool serve_short(const Params& p, Shared& sh, u8* rin
     if (blocks > 1) block = blockIdx.x - it.request * blocks;
     bool mine = it.request < p.bs && warp < WARPS;
     if (mine) load(x[0], block);
-    int2* requests = (int2*)sh.ml;  // where each starts in the table, and its tokens
+    int2* requests = (int2*)sh.ml;  // where each starts in a ragged table, and its tokens
     static_assert(sizeof(sh.ml) >= 32 * sizeof(int2), "no one else uses them here");
     if (warp == PLANNER) requests[lane] = make_int2(bounds.from[0], lane < p.bs ? bounds.tokens(0) : 0);
     __syncthreads();

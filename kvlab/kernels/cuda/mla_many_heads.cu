@@ -77,7 +77,8 @@ __device__ __forceinline__ void store_matrix_trans(u32 at, u32 a, u32 b, u32 c, 
                  "r"(d)
                  : "memory");
 }
-// Arrive at the cluster's barrier for cluster_wait. Nothing written is handed over: all that was read is in registers.
+// Arrive at the cluster's barrier for cluster_wait. All that was read is in registers, and nothing written is handed over
+// but that `got` exists, behind serve's fence.
 __device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 // Into another CTA's shared memory, whose barrier `tell` counts the bytes.
 __device__ __forceinline__ void send(u32 there, float4 x, u32 tell) {
