@@ -59,7 +59,7 @@ class Variant:
     @property
     def fixed_shared(self) -> int:
         """Bytes of shared memory before the ring: `struct Shared` of the file, `struct Meeting` in it."""
-        meeting = 8 * self.cluster * self.columns + 18 * MAX_RING + 8 + 4 + 4 + 3 * 128  # padding, places
+        meeting = 8 * self.cluster * self.columns + 18 * MAX_RING + 16 + 3 * 128  # ready, flag; places
         return -(-(self.own_shared + meeting) // self.align) * self.align
 
     def most_ctas(self, device: int) -> int:
